@@ -69,8 +69,16 @@ class Completions:
     """Thread-safe; requests run in the event loop of `loop`."""
 
     def __init__(
-        self, models: Mapping[str, EndpointConfig], store: Store, loop: LoopThread, *, is_replay: bool = False
+        self,
+        models: Mapping[str, EndpointConfig],
+        store: Store,
+        loop: LoopThread,
+        *,
+        is_replay: bool = False,
+        earlier: Sequence[Store] = (),
     ) -> None:
+        """`earlier`: stores of other runs, whose completions are copied when they are asked for."""
+        self._earlier = tuple(earlier)
         self._models, self._store, self._loop, self._is_replay = models, store, loop, is_replay
         self._endpoints = {} if is_replay else {name: _connect(name, config) for name, config in models.items()}
         self._guard, self._in_flight = threading.Lock(), dict[str, tuple[threading.Lock, int]]()
@@ -106,9 +114,12 @@ class Completions:
         request = json.dumps({**body, "draw": draw}, sort_keys=True, separators=(",", ":"), allow_nan=False)
         key = hashlib.sha256(request.encode()).hexdigest()
         with self._only_one(key):
-            stored = self._store.completion(key)
-            if stored is not None:
+            if (stored := self._store.completion(key)) is not None:
                 return stored, True
+            for other in self._earlier:
+                if (stored := other.completion(key)) is not None:
+                    self._store.add_completion(key, stage, request, stored, 0, 0.0)
+                    return stored, True
             if self._is_replay:
                 raise RunError(
                     f"replay: stage {stage} asks {config.model} for a completion that is not stored (key {key[:16]}); "

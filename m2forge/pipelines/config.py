@@ -89,6 +89,8 @@ class PipelineConfig(Config):
     """Items that a stage processes at once, in threads or worker processes. Results do not depend on it."""
     replay: bool = False
     """Use stored completions alone; a completion that is not stored ends the run."""
+    completions: tuple[str, ...] = ()
+    """Files `pipeline.db` of other runs, whose completions are used too."""
     models: dict[str, EndpointConfig] = Field(default_factory=dict)
     """Models that stages ask, by the name that the pipeline's table uses."""
     questions: QuestionsConfig | None = None

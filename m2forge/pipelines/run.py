@@ -24,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context
@@ -32,7 +32,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -80,12 +79,22 @@ def run_pipeline(config: PipelineConfig, runs: Path, console: Console | None = N
     run_dir = runs / config.name
     models = tuple(f"models.{name}.{key}" for name in config.models for key in MUTABLE_KEYS)
     with hold_run(run_dir):
-        open_run(run_dir, config, 0, mutable=("workers", "replay", *models))
+        phase = 0 if _has_begun(run_dir) else None
+        open_run(run_dir, config, phase, mutable=("workers", "replay", "completions", *models))
         yields = run_stages(pipeline, config, run_dir)
     (console or Console()).print(render(yields))
     if num_failed := sum(one.num_failed for one in yields):
         _log.warning("%d items failed; the same command processes them again", num_failed)
     return run_dir
+
+
+def _has_begun(run_dir: Path) -> bool:
+    """Whether a run has stored records; until then its configuration may still change."""
+    path = run_dir / STORE_FILE
+    if not path.exists():
+        return False
+    with Store(path) as store:
+        return store.fact("num_records", "0") != "0"
 
 
 def make_pipeline(config: PipelineConfig) -> Pipeline:
@@ -106,8 +115,10 @@ def run_stages(pipeline: Pipeline, config: PipelineConfig, run_dir: Path) -> lis
     scratch = run_dir / SCRATCH_FOLDER
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    with Store(run_dir / STORE_FILE) as store, LoopThread("pipeline") as loop:
-        completions = Completions(config.models, store, loop, is_replay=config.replay)
+    with ExitStack() as stack:
+        earlier = [stack.enter_context(Store(Path(path), is_read_only=True)) for path in config.completions]
+        store, loop = stack.enter_context(Store(run_dir / STORE_FILE)), stack.enter_context(LoopThread("pipeline"))
+        completions = Completions(config.models, store, loop, is_replay=config.replay, earlier=earlier)
         runner = _Runner(pipeline, config, run_dir, store, loop, completions)
         try:
             runner.run()
@@ -119,11 +130,12 @@ def run_stages(pipeline: Pipeline, config: PipelineConfig, run_dir: Path) -> lis
 
 def render(yields: Sequence[StageYield]) -> Table:
     """The yields as a table: a row for each stage, below it one for each reason."""
-    table = Table(title="Yields", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title="Yields", title_justify="left", box=None, padding=(0, 1, 0, 0))
     has_models = any(one.num_asked or one.num_cached for one in yields)
     models = ("asked", "cached", "tokens") if has_models else ()
-    for name in ("stage", "in", "passed", "rejected", "failed", "made", *models, "seconds"):
-        table.add_column(name, justify="left" if name == "stage" else "right", no_wrap=True)
+    table.add_column("stage", overflow="fold")
+    for name in ("in", "passed", "rejected", "failed", "made", *models, "seconds"):
+        table.add_column(name, justify="right", min_width=len(name))
     for one in yields:
         numbers = [one.num_in, one.num_passed, one.num_rejected, one.num_failed, one.num_made]
         numbers += [one.num_asked, one.num_cached, one.num_prompt + one.num_sampled] if has_models else []

@@ -12,9 +12,8 @@ from typing import ClassVar, Literal, TypeAlias
 
 import numpy as np
 
-from m2forge.corpus.judge.duplicate import Forest, equal_pairs
-from m2forge.corpus.judge.signature import MinHash, Shingles, band_keys, bands_for, shingles
-from m2forge.corpus.judge.words import WINDOW_BYTES, cut, windows
+from m2forge.corpus.judge.duplicate import Forest, MinHash, band_keys, bands_for, equal_pairs
+from m2forge.corpus.judge.words import WINDOW_BYTES, Shingles, cut, shingles, windows
 from m2forge.corpus.permutation import UInt64Array
 from m2forge.pipelines.completion import ask_json
 from m2forge.pipelines.stage import Context, Item, Messages, Outcome, Passed, Rejection, SetStage, Stage

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
+from urllib.parse import quote
 
 from m2forge.errors import DataError, NotFoundError, RunError
 from m2forge.pipelines.stage import Completion, Failure, Item, Outcome, Rejection
@@ -98,19 +99,23 @@ class StageYield:
 class Store:
     """Thread-safe."""
 
-    def __init__(self, path: Path, *, sync: bool = True) -> None:
-        """`sync`: whether a commit waits for the disk, and so survives a crash of the machine too."""
+    def __init__(self, path: Path, *, is_read_only: bool = False) -> None:
         self._lock = threading.RLock()
+        if is_read_only and not path.is_file():
+            raise NotFoundError(f"{path}: no such file; give the file pipeline.db of a run")
+        uri = f"file:{quote(str(path.absolute()))}?mode={'ro' if is_read_only else 'rwc'}"
         try:
-            self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level="IMMEDIATE")
-            self._connection.execute("PRAGMA journal_mode = WAL")
-            self._connection.execute(f"PRAGMA synchronous = {'FULL' if sync else 'NORMAL'}")
-            self._connection.executescript(_TABLES)
+            self._connection = sqlite3.connect(uri, uri=True, check_same_thread=False, isolation_level="IMMEDIATE")
+            if not is_read_only:
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                self._connection.executescript(_TABLES)
+            version = self.fact("version", "" if is_read_only else VERSION)
         except sqlite3.DatabaseError as error:
             raise DataError(f"{path}: cannot be opened ({error}); remove it, or start a run of another name") from error
-        if self.fact("version", VERSION) != VERSION:
+        if version != VERSION:
             raise DataError(f"{path}: written by another version of m2forge; start a run of another name")
-        self.set_fact("version", VERSION)
+        if not is_read_only:
+            self.set_fact("version", VERSION)
 
     def __enter__(self) -> Self:
         return self
@@ -218,6 +223,7 @@ class Store:
     def add_completion(
         self, key: str, stage: str, request: str, completion: Completion, num_requests: int, seconds: float
     ) -> None:
+        """`num_requests`: how many requests it took; 0 for a copy from another run."""
         row = (key, stage, request, json.dumps(asdict(completion)), completion.num_prompt, completion.num_sampled)
         with self._lock, self._connection:
             query = "INSERT OR IGNORE INTO completion VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
@@ -234,7 +240,9 @@ class Store:
         by_state: dict[str, dict[str, int]] = {"passed": {}, "rejected": {}, "failed": {}}
         for state, reason, count, *_ in rows:
             by_state[state][reason] = count
-        asked = "SELECT COUNT(*), TOTAL(num_prompt), TOTAL(num_sampled) FROM completion WHERE stage = ?"
+        asked = (
+            "SELECT COUNT(*), TOTAL(num_prompt), TOTAL(num_sampled) FROM completion WHERE stage = ? AND num_requests"
+        )
         ((num_asked, num_prompt, num_sampled),) = self._all(asked, name)
         return StageYield(
             name=name,
