@@ -3,12 +3,22 @@
     POST /v1/chat/completions, /v1/responses, /v1/completions, /v1/messages, /v1/messages/count_tokens
     GET  /v1/models, /v1/models/NAME          with the key of an episode (`Authorization: Bearer KEY` or `x-api-key`)
     GET  /v1/tools, POST /v1/tools/call       with the same key; see `EpisodeTools`
-    POST /v1/mcp                              the same tools as an MCP server; see `mcp`
+    POST /v1/mcp                              the same tools as an MCP server, with the same key
     /episodes…                                with the admin key; see `admin`
     GET  /health, /metrics                    without a key
 
 An episode's key gives access to that episode only. A vendor's routes use that vendor's error bodies, all others use
 OpenAI's. Request text is logged only if the configuration allows it.
+
+The MCP server, over streamable HTTP, lets unmodified agents call an episode's tools. A request is one JSON-RPC message.
+The server is stateless: it opens no session and sends nothing by itself, so every request is answered with one JSON
+object, and a notification with 202. GET, by which a client would open a stream of the server's messages, is refused
+with 405, as the protocol provides.
+
+    initialize     the protocol version that the client asks for, if it is known here; else the newest known
+    tools/list     the tools as the task's family describes them
+    tools/call     the tool's result as text; `isError` where it is an error line or the episode's limits are spent
+    ping           an empty result
 """
 
 # Reading path: chat. A chat completion until it is in the pool.
@@ -50,13 +60,15 @@ from functools import partial
 from typing import TypeAlias
 
 from m2forge.errors import EngineError, M2ForgeError
-from m2forge.gateway import admin, mcp
+from m2forge.gateway import admin
 from m2forge.gateway.calls.calls import Calls, Route
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.dialects.anthropic import messages as anthropic
+from m2forge.gateway.dialects.anthropic.messages import MESSAGES
 from m2forge.gateway.dialects.openai import chat as openai
-from m2forge.gateway.dialects.openai.chat import MODELS_PATH
-from m2forge.gateway.dialects.route import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from m2forge.gateway.dialects.openai.chat import CHAT, MODELS_PATH
+from m2forge.gateway.dialects.openai.completions import COMPLETIONS
+from m2forge.gateway.dialects.openai.responses import RESPONSES
 from m2forge.gateway.dialects.types import Dialect, Fields, notice_headers, refuse_value
 from m2forge.gateway.episodes.episode import BudgetError, ClosedError, Episode
 from m2forge.gateway.episodes.registry import Episodes, hash_key
@@ -150,7 +162,7 @@ class GatewayApp:
             f"{MODELS_PATH}/NAME": {"GET": self._list_models},
             _TOOLS_PATH: {"GET": self._list_tools},
             f"{_TOOLS_PATH}/call": {"POST": self._call_tool},
-            mcp.PATH: {"POST": self._answer_mcp},
+            MCP_PATH: {"POST": self._answer_mcp},
             "/health": {"GET": self._health},
             "/metrics": {"GET": self._metrics},
             admin.PATH: {
@@ -261,7 +273,7 @@ class GatewayApp:
         episode = self._episode(incoming.headers)
         message = self._tools.parse(await self._read(incoming))
         call = partial(self._tools.use, episode)
-        answer = await mcp.answer(message, partial(self._tools.describe, episode), call)
+        answer = await answer_mcp(message, partial(self._tools.describe, episode), call)
         if answer is None:
             await respond_bytes(incoming.send, 202, b"", [])
         else:
@@ -407,3 +419,84 @@ def _read_call(body: Mapping[str, JsonValue]) -> tuple[str, JsonValue]:
     if not name:
         refuse_value("name", "the name of a tool", name)
     return name, fields.value("arguments")
+
+
+MCP_PATH = "/v1/mcp"
+MCP_VERSIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
+"""Protocol versions whose messages are the same as far as they are used here, newest first."""
+MCP_SERVER = {"name": "m2forge", "version": "1"}
+INVALID_REQUEST, METHOD_NOT_FOUND, INVALID_PARAMS, INTERNAL_ERROR = -32600, -32601, -32602, -32603
+ERROR_PREFIX = "error:"
+"""Begins the result of a call that a tool could not serve."""
+
+ListTools = Callable[[], Awaitable[Sequence[Mapping[str, JsonValue]]]]
+"""Lists the episode's tools in OpenAI's function format."""
+CallTool = Callable[[str, JsonValue], Awaitable[str]]
+
+
+class RpcError(Exception):
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+async def answer_mcp(
+    message: Mapping[str, JsonValue], list_tools: ListTools, call_tool: CallTool
+) -> dict[str, JsonValue] | None:
+    """The response to one message; None for a notification or a client's response, which have none."""
+    id, method = message.get("id"), message.get("method")
+    if "method" in message and "id" not in message:
+        return None
+    if "method" not in message and ("result" in message or "error" in message):
+        return None
+    try:
+        if message.get("jsonrpc") != "2.0" or not isinstance(method, str) or not isinstance(id, str | int):
+            raise RpcError(INVALID_REQUEST, "expected a JSON-RPC 2.0 request with id and method")
+        params = message.get("params") or {}
+        if not isinstance(params, Mapping):
+            raise RpcError(INVALID_PARAMS, "params: expected an object")
+        return {"jsonrpc": "2.0", "id": id, "result": await _serve_mcp(method, params, list_tools, call_tool)}
+    except RpcError as error:
+        known = id if isinstance(id, str | int) else None
+        return {"jsonrpc": "2.0", "id": known, "error": {"code": error.code, "message": str(error)}}
+
+
+async def _serve_mcp(
+    method: str, params: Mapping[str, JsonValue], list_tools: ListTools, call_tool: CallTool
+) -> dict[str, JsonValue]:
+    match method:
+        case "initialize":
+            asked = params.get("protocolVersion")
+            version = asked if isinstance(asked, str) and asked in MCP_VERSIONS else MCP_VERSIONS[0]
+            return {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": dict(MCP_SERVER)}
+        case "ping":
+            return {}
+        case "tools/list":
+            return {"tools": [_describe_tool(tool) for tool in await list_tools()]}
+        case "tools/call":
+            return await _call_tool(params, call_tool)
+    raise RpcError(METHOD_NOT_FOUND, f"there is no method {method!r} here")
+
+
+def _describe_tool(tool: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    function = tool["function"]
+    assert isinstance(function, Mapping)
+    schema = function.get("parameters")
+    return {
+        "name": function["name"],
+        "description": function.get("description", ""),
+        "inputSchema": {"type": "object", **(schema if isinstance(schema, Mapping) else {})},
+    }
+
+
+async def _call_tool(params: Mapping[str, JsonValue], call_tool: CallTool) -> dict[str, JsonValue]:
+    name = params.get("name")
+    if not isinstance(name, str) or not name:
+        raise RpcError(INVALID_PARAMS, "name: expected the name of a tool")
+    try:
+        text = await call_tool(name, params.get("arguments") or {})
+    except EngineError as error:
+        raise RpcError(INTERNAL_ERROR, str(error)) from error
+    except M2ForgeError as error:
+        text = f"{ERROR_PREFIX} {error}"
+    return {"content": [{"type": "text", "text": text}], "isError": text.startswith(ERROR_PREFIX)}

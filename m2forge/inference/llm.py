@@ -33,7 +33,7 @@ import numpy as np
 from m2forge.config import TomlValue, build
 from m2forge.errors import ConfigError, EngineError, RequestError
 from m2forge.gateway.calls.sample import SampleReader
-from m2forge.gateway.dialects.route import CHAT
+from m2forge.gateway.dialects.openai.chat import CHAT
 from m2forge.gateway.dialects.types import Answer, Ask, Ending, offered
 from m2forge.inference.config import LLMConfig, SamplingParams
 from m2forge.inference.model import open_model

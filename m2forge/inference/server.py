@@ -25,7 +25,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from m2forge.errors import FormatError, M2ForgeError
 from m2forge.gateway.app import GatewayApp
 from m2forge.gateway.config import Budget, GatewayConfig
-from m2forge.gateway.dialects.route import CHAT, MESSAGES
+from m2forge.gateway.dialects.anthropic.messages import MESSAGES
+from m2forge.gateway.dialects.openai.chat import CHAT
 from m2forge.gateway.episodes.episode import Episode
 from m2forge.gateway.episodes.journal import Created
 from m2forge.gateway.episodes.registry import Episodes

@@ -39,8 +39,11 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 
 from m2forge.errors import EngineError, FormatError
-from m2forge.gateway.dialects.route import DIALECTS, MESSAGES
-from m2forge.gateway.dialects.types import READ_DEFAULTS, Ask, AskError, ReadOptions, UnknownItemError, offered
+from m2forge.gateway.dialects.anthropic.messages import MESSAGES
+from m2forge.gateway.dialects.openai.chat import CHAT
+from m2forge.gateway.dialects.openai.completions import COMPLETIONS
+from m2forge.gateway.dialects.openai.responses import RESPONSES
+from m2forge.gateway.dialects.types import READ_DEFAULTS, Ask, AskError, Dialect, ReadOptions, UnknownItemError, offered
 from m2forge.gateway.history.turn import keeps_thinking
 from m2forge.gateway.http.limits import Refusal, parse_body
 from m2forge.records import JsonValue
@@ -48,6 +51,8 @@ from m2forge.text.format import ChatFormat
 from m2forge.text.message import Message, Role, ToolCall
 from m2forge.text.tokenizer import Tokenizer
 
+DIALECTS: Mapping[str, Dialect] = {dialect.path: dialect for dialect in (CHAT, RESPONSES, COMPLETIONS, MESSAGES)}
+"""The dialects by request path."""
 T = TypeVar("T")
 Items: TypeAlias = Mapping[str, JsonValue]
 """Items of earlier responses by id."""

@@ -1,5 +1,4 @@
 """Vendor APIs: JSON in and out, no network.
 
-In reading order: types (the neutral form and its fields), conversation, opaque_thinking, openai/, anthropic/; route
-lists them by path.
+In reading order: types (the neutral form and its fields), conversation, opaque_thinking, openai/, anthropic/.
 """

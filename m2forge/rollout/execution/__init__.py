@@ -1,4 +1,4 @@
 """Runs the network on a batch.
 
-In reading order: model_runner, decode, sampler; cpu_network and cpu_dtype; cuda_network, cuda_decode.
+In reading order: model_runner, decode, sampler; cpu_dtype; cuda_network, cuda_decode.
 """

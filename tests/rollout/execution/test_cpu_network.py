@@ -15,9 +15,8 @@ from m2forge.kernels.linear import KERNELS
 from m2forge.model.build import build
 from m2forge.model.config import ModelConfig
 from m2forge.model.transformer import Transformer
-from m2forge.rollout.execution.cpu_network import CPUNetwork, serves
 from m2forge.rollout.execution.decode import Network
-from m2forge.rollout.execution.model_runner import PlainNetwork
+from m2forge.rollout.execution.model_runner import CPUNetwork, PlainNetwork, serves_on_cpu
 from m2forge.rollout.kv.paged_plan import PagedCache, Span, planned
 from tests.model.bias import set_biases
 from tests.model.draw import SMALL, model_configs
@@ -70,7 +69,7 @@ def test_its_error_is_that_of_the_plain_network(config: ModelConfig, seed: int) 
     exact_model = copy.deepcopy(model).double()
     token_N = torch.randint(config.vocab_size, (18,), generator=torch.Generator().manual_seed(seed))
     caches = [PagedCache(config, 6, 4, token_N.device, dtype, 1) for dtype in (torch.bfloat16,) * 2 + (torch.float64,)]
-    assert serves(model, caches[0])
+    assert serves_on_cpu(model, caches[0])
     joined = run(CPUNetwork(model, caches[0]), caches[0], token_N)
     plain = run(PlainNetwork(model), caches[1], token_N)
     exact = run(PlainNetwork(exact_model), caches[2], token_N)
@@ -92,4 +91,4 @@ def test_the_experts_are_told() -> None:
 
 def test_other_types_are_not_served() -> None:
     model = build(SMALL, seed=0)
-    assert not serves(model, PagedCache(SMALL, 6, 4, torch.device("cpu"), torch.float32, 1))
+    assert not serves_on_cpu(model, PagedCache(SMALL, 6, 4, torch.device("cpu"), torch.float32, 1))

@@ -653,6 +653,9 @@ class AnthropicMessages:
         return AskError(f"prompt is too long: {num_prompt} tokens > {context} maximum", "messages")
 
 
+MESSAGES = AnthropicMessages()
+
+
 def _blocks(completion: Completion, id: str, is_omitted: bool) -> list[JsonValue]:
     blocks: list[JsonValue] = []
     if completion.thinking:

@@ -330,6 +330,9 @@ class OpenAIChat:
         return AskError(message, "messages", TOO_LONG)
 
 
+CHAT = OpenAIChat()
+
+
 # -- the request's fields ---------------------------------------------------------------------------------------------
 
 

@@ -110,6 +110,9 @@ class OpenAICompletions:
         return AskError(message, "prompt", TOO_LONG)
 
 
+COMPLETIONS = OpenAICompletions()
+
+
 class CompletionStream:
     """Chunks are responses with a piece of the text; the last one of each choice has its finish reason."""
 

@@ -360,3 +360,6 @@ class OpenAIResponses:
             f"{num_prompt} tokens long, the context window {context}."
         )
         return AskError(message, "input", TOO_LONG)
+
+
+RESPONSES = OpenAIResponses()
