@@ -87,6 +87,31 @@ def test_a_score_that_may_be_forged_is_0(last: str, problem: str, tmp_path: Path
     assert verdict_of(foreign).perf == 1  # Most scripts of others do not care.
 
 
+# In the folders of these two tests no other protection applies: they are not ours, and have no test that can be turned
+# into a failing one.
+
+
+def test_files_that_steer_the_runner_do_not_arrive(tmp_path: Path) -> None:
+    script = "#!/bin/sh\ncd /workspace && PYTHONPATH=. python3 -c 'print(1 / 0)'\n" + written.BY_STATUS
+    table = scene.table(metadata={}, artifacts=["/workspace"])
+    folder = scene.write(tmp_path / "task", table, tests__test_dot_sh=script)
+    verdict = verdict_of(folder, "echo 'import os; os._exit(0)' > sitecustomize.py")
+    assert verdict.perf == 0, verdict.evidence
+    assert '"dropped": ["/workspace/sitecustomize.py"]' in json.dumps(verdict.evidence["artifacts"])
+
+
+@pytest.mark.parametrize("mode", ["separate", "shared"])
+def test_rewards_and_tests_never_come_from_an_attempt(mode: str, tmp_path: Path) -> None:
+    changes = {"agent": {"user": 0}, "verifier": {"environment_mode": mode, "timeout_sec": 30.0}}
+    table = scene.table(metadata={}, artifacts=["/logs", "/tests"] if mode == "separate" else [], **changes)
+    script = "#!/bin/sh\n[ ! -e /tests/extra.sh ] || . /tests/extra.sh\n"
+    folder = scene.write(tmp_path / "task", table, tests__test_dot_sh=script)
+    reward = "echo 1 > /logs/verifier/reward.txt"
+    for cheat in (f"mkdir -p /logs/verifier; {reward}", f"mkdir -p /tests; echo '{reward}' > /tests/extra.sh"):
+        verdict = verdict_of(folder, cheat)
+        assert verdict.perf == 0, verdict.evidence
+
+
 def test_a_failed_sandbox_is_retried_and_never_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, num_failures = scene.write(tmp_path / "task"), 0
 
