@@ -157,7 +157,9 @@ class ContainerSandbox(InitSandbox):
 
 @functools.cache
 def _report_unbounded_disk(runtime: Runtime) -> None:
-    _log.warning("%s: max_disk_bytes limits each written file, and not their sum", runtime)
+    _log.warning(
+        '%s: max_disk_bytes limits each written file, and not their sum; backend = "namespace" limits both', runtime
+    )
 
 
 async def call(runtime: Runtime, *arguments: str) -> str:

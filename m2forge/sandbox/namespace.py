@@ -19,7 +19,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,8 +157,8 @@ class NamespaceSandbox(InitSandbox):
         else:
             user, group = _numeric(config.user)
             ids = (user, group, os.geteuid(), os.getegid(), 1)
-        binds = [*image.binds, *((folder, folder) for folder in map(_absolute, config.folders))]
-        binds += [(f"+{_absolute(device)}", _absolute(device)) for device in config.devices]
+        binds = [*image.binds, *((path, path) for path in _present("folders", config.folders))]
+        binds += [(f"+{path}", path) for path in _present("devices", config.devices)]
         sizes = (config.max_disk_bytes, config.max_inodes, min(_SHM_BYTES, config.max_disk_bytes))
         return self._setup_frame(ids, "sandbox", self._disk, sizes, image.layers, binds, plan)
 
@@ -246,5 +246,9 @@ def _numeric(user: str) -> tuple[int, int]:
     return int(uid), int(gid or uid)
 
 
-def _absolute(path: str) -> str:
-    return str(Path(path).absolute())
+def _present(key: str, paths: Sequence[str]) -> list[str]:
+    """Absolute paths of a key of the configuration."""
+    for path in paths:
+        if not Path(path).exists():
+            raise ConfigError(f"sandbox.{key}: {path} does not exist on this machine; correct it or leave it out")
+    return [str(Path(path).absolute()) for path in paths]

@@ -11,6 +11,7 @@ import pytest
 
 from m2forge.errors import ConfigError, NotFoundError
 from m2forge.protocols import Command, OutcomeReason, Sandbox
+from m2forge.sandbox import container
 from m2forge.sandbox.backend import open_sandbox
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.sandbox.container import ContainerSandbox
@@ -23,8 +24,10 @@ ROOT = Path(__file__).parent.parent.parent
 CONFIG = SandboxConfig(backend="podman", timeout_s=30, grace_s=0.1)
 
 
-def test_a_container_is_a_sandbox(tmp_path: Path) -> None:
+def test_a_container_is_a_sandbox(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     require("podman")
+    container._report_unbounded_disk.cache_clear()
+    caplog.clear()
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "run").write_text("#!/bin/sh\necho ran\n")
     (tmp_path / "source" / "run").chmod(0o755)
@@ -40,6 +43,11 @@ def test_a_container_is_a_sandbox(tmp_path: Path) -> None:
         assert [line.split()[1] for line in rights.stdout.text().splitlines()] == ["0" * 16, "1", "2"]
         install = Command(("sh", "-c", "echo x > /opt-file; chown 7:7 /opt-file"), user="0")
         assert (await sandbox.build(install)).is_success
+        # Each file is limited; that their sum is not is reported.
+        filled = await sandbox.run(
+            Command(("sh", "-c", "head -c 1000001 /dev/zero > large; echo $?; stat -c %s large"))
+        )
+        assert filled.stdout.text().split()[-1] == "1000000"
         await sandbox.write("a/b", b"hello")
         assert await sandbox.read("a/b", 10) == b"hello"
         await sandbox.upload(tmp_path / "source", "in")
@@ -52,7 +60,8 @@ def test_a_container_is_a_sandbox(tmp_path: Path) -> None:
         await fork.close()
         await snapshot.remove()
 
-    use(CONFIG, act)
+    use(CONFIG.model_copy(update={"max_disk_bytes": 1_000_000}), act)
+    assert ["and not their sum" in record.getMessage() for record in caplog.records] == [True]
     assert (tmp_path / "dest" / "run").read_text() == "#!/bin/sh\necho ran\n"
     left = subprocess.run(["podman", "ps", "-aq", "--filter", f"name=m2forge-{os.getpid()}"], capture_output=True)
     assert left.stdout == b""

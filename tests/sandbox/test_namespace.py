@@ -284,11 +284,23 @@ def test_a_cancelled_close_can_be_repeated() -> None:
     assert asyncio.run(whole()) == []
 
 
-def test_a_layer_that_is_missing_is_named(tmp_path: Path) -> None:
-    (tmp_path / "layer").mkdir()
-    config = CONFIG.model_copy(update={"folders": (str(tmp_path / "nowhere"),)})
-    with pytest.raises(EngineError, match="nowhere: No such file"):
+@pytest.mark.parametrize("key", ["folders", "devices"])
+def test_a_path_that_is_missing_is_named(key: str, tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={key: (str(tmp_path / "nowhere"),)})
+    with pytest.raises(ConfigError, match=rf"sandbox\.{key}: .*nowhere does not exist"):
         shell("true", config)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can create a device file")
+def test_configured_devices_can_be_read_and_written() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        shown, hidden = Path(folder) / "nvidia0", Path(folder) / "nvidia1"
+        for path in (shown, hidden):
+            os.mknod(path, 0o020666, os.makedev(1, 5))  # What /dev/zero is.
+            path.chmod(0o666)
+        config = CONFIG.model_copy(update={"devices": (str(shown),)})
+        done = shell(f"head -c 4 {shown} | od -An -tu1; echo x > {shown}; echo $?; ls {folder}", config)
+    assert done.stdout.text().split() == ["0", "0", "0", "0", "0", "nvidia0"]
 
 
 @pytest.mark.parametrize(("number", "upper"), [(signal.SIGKILL, "memory"), (signal.SIGTERM, "disk")])
