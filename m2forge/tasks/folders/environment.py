@@ -2,9 +2,9 @@
 
 The image is that of `environment.docker_image`, or what `environment/Dockerfile` builds. A name is looked up in the
 store of images (`m2forge image list`), where an alias stands for a base that cannot be pulled; `base_image` stands for
-every other. If podman is there and the base is not in the store, podman builds it; otherwise the instructions run in a
-sandbox, and the layer that they leave is stored as `task-DIGEST`. It is built once: the digest covers the
-base and the folder `environment/`.
+every other. If podman is there and the base is not in the store, podman builds it, as `podman-DIGEST`; otherwise the
+instructions run in a sandbox. The layer that they leave is stored as `task-DIGEST`. It is built once: the digest
+covers the base and the folder `environment/`.
 
 Repositories in the image lose every object that is not part of the checked-out commit and its history: a later commit
 may hold the solution.
@@ -232,14 +232,14 @@ async def task_image(
         try:
             recipe = read_dockerfile(context / "Dockerfile")
         except NeedsRuntimeError:
-            return await asyncio.to_thread(_build_by_podman, store, context)
+            return await _build_by_podman(store, context, config)
     try:
         base = _known(store, recipe.base, base_image)
     except NotFoundError as missing:
         if context is None or shutil.which("podman") is None:
             raise
         try:
-            return await asyncio.to_thread(_build_by_podman, store, context)
+            return await _build_by_podman(store, context, config)
         except DataError as error:
             raise NotFoundError(f"{missing}; podman could not build it either: {error}") from error
     own = f"task-{_digest(context, base, store)}"
@@ -261,12 +261,15 @@ def _known(store: ImageStore, name: str, base_image: str | None) -> str:
     )
 
 
-def _build_by_podman(store: ImageStore, context: Path) -> TaskImage:
-    own = f"task-{_digest(context, '', store)}"
+async def _build_by_podman(store: ImageStore, context: Path, config: SandboxConfig) -> TaskImage:
+    built = f"podman-{_digest(context, '', store)}"
+    if not store.has(built):
+        await asyncio.to_thread(store.build, built, [str(context)])
+    own = f"task-{_digest(None, built, store)}"
     if not store.has(own):
-        store.build(own, [str(context)])
+        await _build(store, own, None, Dockerfile(built), config, built)
     last = _last_stage(context / "Dockerfile")
-    return TaskImage(own, (), last.workdir, last.user, last.env)
+    return TaskImage(built, (own,), last.workdir, last.user, last.env)
 
 
 def _last_stage(path: Path) -> Dockerfile:
@@ -428,6 +431,10 @@ async def _pruned_layer(config: SandboxConfig, base: str, layers: Sequence[Path]
     async with _builder(config, base, layers, {}) as sandbox:
         listed = await sandbox.run(Command(("/bin/sh", "-c", _FIND_REPOSITORIES)))
         found = [line.partition(" ") for line in listed.stdout.text().splitlines()]
+        if not found and not listed.is_success and await asyncio.to_thread(_has_repository, base, layers):
+            raise DataError(
+                f"{place}: repositories cannot be listed without sh, find and stat; add them, or leave .git out"
+            )
         for owner, _, path in found:
             user = owner if shifts_ids() else None
             outcome = await sandbox.run(Command(("/bin/sh", "-c", _PRUNE, path), user=user, merges_stderr=True))
@@ -437,6 +444,11 @@ async def _pruned_layer(config: SandboxConfig, base: str, layers: Sequence[Path]
                     f"{outcome.stdout.text().strip()[-500:]}; repair the repository, add git, or leave .git out"
                 )
         return (await sandbox.snapshot()).layer if found else None
+
+
+def _has_repository(base: str, layers: Sequence[Path]) -> bool:
+    image = ImageStore().stack((base, *map(str, layers)))
+    return any(".git" in names + files for layer in image.layers for _, names, files in os.walk(layer))
 
 
 @functools.cache

@@ -21,18 +21,17 @@ SMALL = ("*.o", "libc.so*", "libc_nonshared.a", "libm.so*", "libmvec*", "libgcc_
 MODULES = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py")
 
 
+def build_small(root: Path, programs: str) -> None:
+    """Write the named programs and their libraries below a folder."""
+    _copy_programs(root, programs)
+    _copy_libraries(root)
+
+
 def build(root: Path) -> Path:
     """Write the files of the image below a folder."""
-    for name in ("tmp", "root", "proc", "dev", "etc", "usr/bin", "usr/lib", "usr/lib64"):
-        (root / name).mkdir(parents=True)
-    for name in ("bin", "sbin", "lib", "lib64"):
-        (root / name).symlink_to("usr/bin" if "bin" in name else f"usr/{name}")
-    (root / "etc" / "passwd").write_text("root:x:0:0::/root:/bin/sh\nuser:x:1000:1000::/tmp:/bin/sh\n")
+    _copy_programs(root, PROGRAMS)
     for name in FOLDERS:
         _copy(Path("/usr") / name, root)
-    for name in PROGRAMS.split():
-        if found := shutil.which(name, path="/usr/bin:/bin"):
-            _copy(Path(found), root)
     python = Path("/usr/bin/python3").resolve()
     _copy(python, root)
     library = Path("/usr/lib") / python.name
@@ -49,6 +48,17 @@ def build(root: Path) -> Path:
                 shutil.copy2(origin, target)
     _copy_libraries(root)
     return root
+
+
+def _copy_programs(root: Path, programs: str) -> None:
+    for name in ("tmp", "root", "proc", "dev", "etc", "usr/bin", "usr/lib", "usr/lib64"):
+        (root / name).mkdir(parents=True)
+    for name in ("bin", "sbin", "lib", "lib64"):
+        (root / name).symlink_to("usr/bin" if "bin" in name else f"usr/{name}")
+    (root / "etc" / "passwd").write_text("root:x:0:0::/root:/bin/sh\nuser:x:1000:1000::/tmp:/bin/sh\n")
+    for name in programs.split():
+        if found := shutil.which(name, path="/usr/bin:/bin"):
+            _copy(Path(found), root)
 
 
 def _copy(source: Path, root: Path) -> None:

@@ -24,7 +24,9 @@ from m2forge.tasks.folders.environment import prepare, resolved
 from m2forge.tasks.folders.folder import TaskFolder
 from m2forge.tasks.folders.trial import attempt
 from m2forge.tasks.folders.verification import read_report, read_rewards, verify_attempt, verify_workspace
-from tests.tasks.folders import scene, written
+from tests.sandbox.places import require
+from tests.tasks.folders import machine_image, scene, written
+from tests.tasks.test_cheat import commit_solution
 
 ROOT = Path(__file__).parents[3]
 CONFIG = SandboxConfig(backend="namespace", timeout_s=20, grace_s=0.0)
@@ -102,8 +104,12 @@ def test_files_that_steer_the_runner_do_not_arrive(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["separate", "shared"])
 def test_rewards_and_tests_never_come_from_an_attempt(mode: str, tmp_path: Path) -> None:
-    changes = {"agent": {"user": 0}, "verifier": {"environment_mode": mode, "timeout_sec": 30.0}}
-    table = scene.table(metadata={}, artifacts=["/logs", "/tests"] if mode == "separate" else [], **changes)
+    table = scene.table(
+        metadata={},
+        artifacts=["/logs", "/tests"] if mode == "separate" else [],
+        agent={"user": 0},
+        verifier={"environment_mode": mode, "timeout_sec": 30.0},
+    )
     script = "#!/bin/sh\n[ ! -e /tests/extra.sh ] || . /tests/extra.sh\n"
     folder = scene.write(tmp_path / "task", table, tests__test_dot_sh=script)
     reward = "echo 1 > /logs/verifier/reward.txt"
@@ -232,6 +238,25 @@ def test_a_dockerfile_is_built_once_in_a_sandbox(tmp_path: Path) -> None:
     assert len(store.images()) == before + 1
 
 
+def test_podman_builds_what_a_sandbox_cannot(tmp_path: Path) -> None:
+    require("podman")
+    folder = scene.write(
+        tmp_path / "task",
+        environment__Dockerfile="FROM scratch AS machine\nCOPY root/ /\nFROM machine\nENV WORD=five\n"
+        "WORKDIR /workspace\nCOPY --from=machine /etc/passwd /opt/copied\nCOPY --chown=1000:1000 repository /app\n",
+        environment__repository__calc_dot_py="pass\n",
+        tests__test_dot_sh=scene_test("echo $WORD; grep -c root /opt/copied; git -C /app log --all --format=%s"),
+    )
+    machine_image.build_small(folder.path / "environment" / "root", "sh cat rm dirname grep find stat git")
+    commit_solution(folder.path / "environment" / "repository")
+    before = {image.name for image in ImageStore().images()}
+    for _ in range(2):
+        verdict = verdict_of(folder)
+        assert (verdict.perf, verdict.evidence["stdout"]) == (1, "five\n1\nbug\n"), verdict.evidence
+    added = {image.name.partition("-")[0] for image in ImageStore().images() if image.name not in before}
+    assert added == {"podman", "task"}
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
@@ -244,6 +269,15 @@ def test_a_dockerfile_is_built_once_in_a_sandbox(tmp_path: Path) -> None:
 def test_an_image_that_cannot_be_built_is_named(line: str, problem: str, tmp_path: Path) -> None:
     folder = scene.write(tmp_path / "task", environment__Dockerfile=f"FROM {scene.IMAGE}\n{line}\n")
     with pytest.raises(DataError, match=problem):
+        verdict_of(folder)
+
+
+def test_a_repository_that_cannot_be_pruned_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "root" / "app" / ".git").mkdir(parents=True)
+    ImageStore().build("bare", [str(tmp_path / "root")])
+    table = scene.table(environment={"docker_image": "bare", "network_mode": "no-network"})
+    folder = scene.write(tmp_path / "task", table, environment__Dockerfile="")
+    with pytest.raises(DataError, match="repositories cannot be listed without sh"):
         verdict_of(folder)
 
 
