@@ -1,4 +1,4 @@
-"""`m2forge eval` with trials: an agent in sandboxes, a scripted policy, infra apart, and a killed evaluation."""
+"""`m2forge eval` with trials: an agent in sandboxes, scripted and native engines, infra apart, a killed evaluation."""
 
 import json
 import os
@@ -102,6 +102,16 @@ def test_trials_give_rates_and_a_killed_evaluation_goes_on(
     assert cost == pytest.approx(sum(trial.num_tokens for trial in again) * 4e-6)
     assert evaluate(configured(scene, tmp_path / "out", seed=7), tmp_path) == 2
     assert "holds trials of another configuration" in capsys.readouterr().err
+
+
+def test_a_model_folder_is_sampled_by_the_native_engine(scene: Path, tmp_path: Path) -> None:
+    assert evaluate(configured(scene, tmp_path / "out", num_tasks=1, num_trials=1), tmp_path) == 0
+    (trial,) = read_trials(tmp_path / "out" / LINES_FILE)
+    # Untrained weights call no tool, so the file is missing: the policy failed, not the infrastructure.
+    assert (trial.perf, trial.infra, trial.num_calls) == (0.0, None, 1)
+    assert 0 < trial.num_tokens <= 200
+    report = json.loads((tmp_path / "out" / REPORT_FILE).read_text())
+    assert (report["all"]["num_trials"], report["num_tokens"]) == (1, trial.num_tokens)
 
 
 def test_a_failing_infrastructure_is_counted_apart(
