@@ -87,7 +87,7 @@ class CommandSandboxConfig(SandboxConfig):
     timeout_s: Seconds = 86400.0
     max_memory_bytes: Count | None = 1 << 40
     """Memory of the whole sandbox where a cgroup can limit it, else, and with `process`, address space of each
-    process, of which Node and Go reserve much and use little."""
+    process; Node and Go reserve much address space and use little."""
 
     @model_validator(mode="after")
     def _check_network(self) -> Self:

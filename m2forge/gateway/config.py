@@ -125,7 +125,7 @@ class GatewayConfig(Config):
     max_reward: Annotated[float, Field(gt=0, le=1e9)] = 1e9
     """Maximum absolute value of a posted reward."""
     strict: bool = False
-    """Whether a request of which something would not be honoured is refused; if not, it is answered with a notice."""
+    """Whether a request with a setting that would not be honoured is refused; if not, it is answered with a notice."""
     image_placeholder: str = "[image]"
     """Text that the model reads in place of an image."""
     records_experts: bool = False

@@ -15,7 +15,7 @@ from torch import Tensor
 def _nll_and_grad_kernel(logits, target, weight, nll, V, BLOCK: tl.constexpr, SUM: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
-    # The running maximum and sum are kept per lane and merged once at the end of the row.
+    # The running maximum and sum are per lane and merged once at the end of the row.
     top = tl.full((BLOCK,), -float("inf"), SUM)
     total = tl.zeros((BLOCK,), SUM)
     for start in range(0, V, BLOCK):
@@ -55,7 +55,7 @@ def _statistics_kernel(logits, scale, lse, mean, V, BLOCK: tl.constexpr, SUM: tl
     row = tl.program_id(0).to(tl.int64)
     logits += row * V
     factor = tl.load(scale + row).to(SUM)
-    # The running maximum and sums are kept per lane and merged once at the end of the row.
+    # The running maximum and sums are per lane and merged once at the end of the row.
     top = tl.full((BLOCK,), -float("inf"), SUM)
     total = tl.zeros((BLOCK,), SUM)
     weighted = tl.zeros((BLOCK,), SUM)

@@ -78,7 +78,7 @@ def resolve_config(
     model: str, *, revision: str | None = None, layers: int | None = None, overrides: Sequence[str] = ()
 ) -> ModelConfig:
     """The config that `model` names, with `overrides` such as `"moe.top_k=4"`, truncated to its first `layers`.
-    `revision`: of a hub model, of which only the config is fetched."""
+    `revision`: of a hub model; only its config is fetched."""
     config = _named(model, revision, overrides)
     if layers is None:
         return config

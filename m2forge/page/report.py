@@ -126,7 +126,7 @@ _PAGE = """<!doctype html>
 <button class="icon" id="theme-button" aria-label="Light or dark" title="Light or dark">◐</button>
 </header>
 <div id="report"></div>
-<noscript><p class="empty">The charts need JavaScript, all of which lies in this file.</p></noscript>
+<noscript><p class="empty">The charts need JavaScript; this file contains all of it.</p></noscript>
 </main>
 <script type="application/json" id="data">{data}</script>
 <script type="module">{script}</script>

@@ -149,8 +149,8 @@ class _TaskSource(Source):
         self._info = info
         for task in tasks:
             # Variants of a task belong to its split, whatever their own hash.
-            kept = replace(task, metadata={**task.metadata, SPLIT_KEY: split_of(task)})
-            yield Item(task.id, {"task": asdict(kept)})
+            fixed = replace(task, metadata={**task.metadata, SPLIT_KEY: split_of(task)})
+            yield Item(task.id, {"task": asdict(fixed)})
 
     def folder(self, item: Item, context: Context) -> tuple[str, Mapping[str, FolderFile]]:
         if self._info is None:

@@ -51,7 +51,7 @@ class Expand(Stage):
 
 
 class Dedup(SetStage):
-    """Rejects near-duplicates, of which the first one stays.
+    """Rejects near-duplicates; the first item of each set of them stays.
 
     Texts are sets of runs of `num_words` words. MinHash signatures find candidates, the Jaccard similarity of their
     sets decides.
@@ -153,7 +153,7 @@ class Verify(Stage):
 
 
 class Select(SetStage):
-    """Of each group the `most` items of highest rank stay; of equal ranks the earlier ones."""
+    """Selects the `most` items of highest rank in each group; among equal ranks the earlier ones."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What kept an item from an outcome. Stages raise instead; only a `SetStage` yields one."""
+    """Why an item has no outcome. Stages raise instead; only a `SetStage` yields one."""
 
     reason: str
     evidence: Mapping[str, JsonValue] = field(default_factory=dict)

@@ -198,8 +198,8 @@ class Core:
 
     def _run_multi_step(self, batch: Mapping[Request, int], depth: int) -> int:
         """Verify, sample and draft without host syncs; returns the number of steps run."""
-        # A batch with more drafts than `depth` would need its own CUDA graph for one step, which is not worth the
-        # capture.
+        # A batch with more drafts than `depth` would need its own CUDA graph for one step, whose capture
+        # would take longer than it saves.
         requests, drafts = list(batch), [request.drafts[: min(num - 1, depth)] for request, num in batch.items()]
         tokens_per_step = 1.0 if self._depth is None else self._depth.tokens_per_step(depth)
         num_steps = num_steps_per_sync(self._scheduler, requests, depth, tokens_per_step)

@@ -39,9 +39,9 @@ class Price(Config):
     """Price of the policy's tokens, per million, in any currency."""
 
     prompt: Annotated[float, Field(ge=0)] = 0.0
-    """Of prompt tokens; those of every call count."""
+    """Price of prompt tokens; those of every call count."""
     completion: Annotated[float, Field(ge=0)] = 0.0
-    """Of sampled tokens."""
+    """Price of sampled tokens."""
 
 
 class TrialsConfig(Config):

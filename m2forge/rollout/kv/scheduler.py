@@ -2,7 +2,7 @@
 
 Within its token budget, a step holds the next token of every decoding request, then chunks of prompts in prefill and of
 newly admitted ones. Requests are served by priority, then by age. When blocks run out, the last request in this order
-is preempted: its blocks are freed, its sampled tokens kept, and it is prefilled again later. So the first request
+is preempted: its blocks are freed, its sampled tokens stay, and it is prefilled again later. So the first request
 always advances and every request ends. A request is admitted when there are blocks for all of its tokens; it may
 preempt requests of lower priority.
 

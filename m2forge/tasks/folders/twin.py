@@ -1,4 +1,4 @@
-"""The failing twin of a test file: the same tests, each of which must fail whatever the tested code does.
+"""The failing twin of a test file: the same tests, which must all fail whatever the tested code does.
 
 A verdict above 0 is believed only if the runner reports failure for the twins. Tested code that patches the runner,
 skips tests, exits early or writes the reward itself makes the twins pass too: they run in a sandbox of their own, under
