@@ -17,12 +17,13 @@ from pydantic import Field, model_validator
 
 from m2forge.config import Config
 from m2forge.errors import suggest
+from m2forge.pipelines.swe.config import SweConfig
 from m2forge.tasks.config import VerifyConfig
 
 Count = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
-PIPELINES = ("questions",)
+PIPELINES = ("questions", "swe")
 """Keys of `PipelineConfig` that name a pipeline."""
 
 
@@ -94,6 +95,7 @@ class PipelineConfig(Config):
     models: dict[str, EndpointConfig] = Field(default_factory=dict)
     """Models that stages ask, by the name that the pipeline's table uses."""
     questions: QuestionsConfig | None = None
+    swe: SweConfig | None = None
 
     @property
     def pipeline(self) -> str:

@@ -104,6 +104,11 @@ def make_pipeline(config: PipelineConfig) -> Pipeline:
 
             assert config.questions is not None
             return questions.make_pipeline(config.questions)
+        case "swe":
+            from m2forge.pipelines.swe import pipeline
+
+            assert config.swe is not None
+            return pipeline.make_pipeline(config.swe)
     raise ConfigError(f"no pipeline {config.pipeline!r}")
 
 

@@ -1,0 +1,180 @@
+"""The SWE pipeline without a model: release pairs that must become tasks or be refused, and the rate of injected bugs.
+
+    pairs       consecutive sdists through all gates; F2P and P2P beside those that were seen by hand
+    bugs        faults in a release through all gates, per hour on this machine's cores
+    golden      solutions of the accepted tasks again and again: none may fail
+
+    python benchmarks/swe.py [--quick] [--json] [--part pairs] [--golden NUM]
+
+Sdists and wheels are downloaded on first use. --quick: four of the pairs and a few bugs.
+"""
+
+import asyncio
+import json
+import os
+import sqlite3
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from report import Bar, arguments, finish, print_table
+
+from m2forge.pipelines.config import PipelineConfig
+from m2forge.pipelines.run import STORE_FILE, run_pipeline
+from m2forge.sandbox.config import SandboxConfig
+from m2forge.tasks.folders.folder import read_folders
+from m2forge.tasks.folders.swe_bench import folder_record
+from m2forge.tasks.folders.trial import run_trials
+
+ACCEPTED = {
+    "sqlparse 0.5.4 0.5.5": (5, 475),
+    "toolz 1.1.0 1.2.0": (2, 190),
+    "cachetools 6.2.6 7.0.0": (49, 200),
+    "cachetools 7.2.8 7.3.0": (2, 391),
+    "xmltodict 1.0.2 1.0.3": (3, 101),
+    "xmltodict 1.0.3 1.0.4": (16, 103),
+    "humanize 4.14.0 4.15.0": (45, 692),
+    "humanize 4.15.0 4.16.0": (37, 732),
+    "iniconfig 2.2.0 2.3.0": (4, 45),
+    "iniconfig 2.3.0 2.3.1": (17, 37),
+    "pluggy 1.5.0 1.6.0": (3, 121),
+    "tabulate 0.9.0 0.10.0": (36, 267),
+    "simpleeval 1.0.7 1.0.8": (3, 157),
+    "python-slugify 9.1.2 9.1.3": (1, 131),
+    "uritemplate 4.1.1 4.2.0": (2, 56),
+    "h11 0.15.0 0.16.0": (1, 75),
+}
+"""Pairs with the F2P and P2P that were seen by hand; packages that are installed beside a project change some."""
+REFUSED = {
+    "schema 0.7.5 0.7.7": ("no F2P",),
+    "webcolors 24.11.1 25.10.0": ("no F2P",),
+    # Its sdists hold no changed test, from which the same follows before anything is run.
+    "simpleeval 1.0.6 1.0.7": ("no F2P", "tests unchanged"),
+    "pathspec 1.0.4 1.1.0": ("licence",),
+    "dominate 2.9.0 2.9.1": ("licence",),
+}
+QUICK = ("toolz 1.1.0 1.2.0", "iniconfig 2.3.0 2.3.1", "schema 0.7.5 0.7.7", "dominate 2.9.0 2.9.1")
+RELEASES = ("toolz 1.2.0", "xmltodict 1.0.4", "iniconfig 2.3.1", "uritemplate 4.2.0")
+MIN_ACCEPTED, MIN_BUGS_AN_HOUR = 14, 600.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one pair."""
+
+    fail_to_pass: int = 0
+    pass_to_pass: int = 0
+    kind: str = ""
+    reason: str = ""
+
+    @property
+    def is_task(self) -> bool:
+        return not self.reason
+
+
+def run(name: str, runs: Path, **swe: object) -> tuple[Path, float]:
+    table = {"name": name, "workers": os.cpu_count() or 1, "swe": swe}
+    started_s = time.perf_counter()
+    folder = run_pipeline(PipelineConfig.model_validate(table), runs)
+    return folder, time.perf_counter() - started_s
+
+
+def results(folder: Path) -> dict[str, Result]:
+    """By item: tasks by their folders, the others by the last outcome in the store."""
+    found: dict[str, Result] = {}
+    with sqlite3.connect(folder / STORE_FILE) as store:
+        for id, state, reason in store.execute("SELECT id, state, reason FROM outcome ORDER BY stage"):
+            found[id] = Result(
+                reason=reason if state == "rejected" else f"failed: {reason}" if state == "failed" else ""
+            )
+    for task in read_folders(folder / "tasks")[0] if any((folder / "tasks").iterdir()) else ():
+        record = folder_record(task)
+        lists = [record[key] for key in ("FAIL_TO_PASS", "PASS_TO_PASS")]
+        counts = [len(tests) for tests in lists if isinstance(tests, list)]
+        found[task.path.name] = Result(
+            counts[0], counts[1], str(task.config.task.keywords[0] if task.config.task else "")
+        )
+    return found
+
+
+def pair_id(pair: str) -> str:
+    package, _, new = pair.split()
+    return f"{package}-{new}"
+
+
+def measure_pairs(runs: Path, pairs: tuple[str, ...]) -> tuple[list[Bar], Path]:
+    folder, seconds = run("pairs", runs, sdists=pairs)
+    found = results(folder)
+    rows, num_tasks, num_refused = [], 0, 0
+    for pair in pairs:
+        result = found.get(pair_id(pair), Result(reason="no outcome"))
+        counts = f"{result.fail_to_pass}/{result.pass_to_pass}" if result.is_task else "–"
+        if pair in ACCEPTED:
+            num_tasks += result.is_task
+            rows.append((pair, "task", counts, "{}/{}".format(*ACCEPTED[pair]), result.reason or result.kind))
+        else:
+            num_refused += result.reason in REFUSED[pair]
+            rows.append((pair, "refusal", counts, " or ".join(REFUSED[pair]), result.reason or result.kind))
+    print_table(f"Release pairs, {seconds:.0f} s", ("pair", "expected", "F2P/P2P", "seen", "result"), rows)
+    wanted = sum(pair in ACCEPTED for pair in pairs)
+    bars = [
+        Bar.at_least("pairs that become tasks", num_tasks, min(MIN_ACCEPTED, wanted)),
+        Bar.at_least("pairs refused for the right reason", num_refused, len(pairs) - wanted),
+    ]
+    return bars, folder
+
+
+def measure_bugs(runs: Path, releases: tuple[str, ...], num: int) -> tuple[list[Bar], Path]:
+    folder, seconds = run("bugs", runs, injected=releases, num_bugs=num)
+    yields = json.loads((folder / "yields.json").read_text())
+    num_tasks = len([path for path in (folder / "tasks").iterdir() if path.is_dir()])
+    rows = [
+        (str(stage["name"]), str(stage["num_in"]), str(stage["num_passed"]), reasons(stage))
+        for stage in yields["stages"]
+    ]
+    print_table(f"Injected bugs, {seconds:.0f} s", ("stage", "in", "passed", "rejected"), rows)
+    return [Bar.at_least("injected bugs an hour, Python", num_tasks / seconds * 3600, MIN_BUGS_AN_HOUR)], folder
+
+
+def reasons(stage: Mapping[str, object]) -> str:
+    found = stage.get("rejected")
+    return ", ".join(f"{reason}: {num}" for reason, num in found.items()) if isinstance(found, dict) else ""
+
+
+def measure_golden(folders: list[Path], num: int) -> list[Bar]:
+    """Solutions of all tasks in turn, until `num` have run."""
+    tasks = sorted(path for folder in folders for path in (folder / "tasks").iterdir())
+    each = -(-num // len(tasks))
+    config, cores = SandboxConfig(), os.cpu_count() or 1
+    trials, rejected = asyncio.run(
+        run_trials(tasks, ["oracle"], config, base_image="host", num_trials=each, num_concurrent=cores)
+    )
+    wrong = [trial for trial in trials if trial.is_wrong]
+    rows = [(trial.folder.name, str(trial.problem or trial.verdict)[:200]) for trial in wrong[:10]]
+    print_table(f"{len(trials)} golden runs of {len(tasks)} tasks", ("failed", "why"), rows)
+    return [Bar.at_most("golden runs that fail", len(wrong) + len(rejected), 0)]
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--part", choices=("pairs", "bugs", "all"), default="all")
+    parser.add_argument("--golden", type=int, default=0, help="golden runs of the accepted tasks")
+    args = parser.parse_args()
+    bars: list[Bar] = []
+    folders: list[Path] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        if args.part in ("pairs", "all"):
+            found, folder = measure_pairs(Path(scratch), QUICK if args.quick else (*ACCEPTED, *REFUSED))
+            bars, folders = bars + found, [*folders, folder]
+        if args.part in ("bugs", "all"):
+            found, folder = measure_bugs(Path(scratch), RELEASES[: 1 if args.quick else None], 5 if args.quick else 25)
+            bars, folders = bars + found, [*folders, folder]
+        if args.golden:
+            bars += measure_golden(folders, args.golden)
+    finish(bars, args.json)
+
+
+if __name__ == "__main__":
+    main()

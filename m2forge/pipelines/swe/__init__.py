@@ -1,0 +1,1 @@
+"""Verified software engineering tasks from releases, commits and pull requests."""

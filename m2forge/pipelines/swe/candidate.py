@@ -1,0 +1,357 @@
+"""Candidates: an old and a new tree of one project in, a base with its golden patch and its test patch out.
+
+    old tree ──▶ base (one git commit, always the same hash)
+    new tree ──▶ patch        changes of all files but tests: the golden patch
+             └─▶ test_patch   changes of test files: hidden from agents
+
+Generated metadata (PKG-INFO, *.egg-info) is no part of a tree. A candidate needs a permissive licence by every source
+that names one, and changes of both source and tests; otherwise it is refused with a reason and evidence.
+"""
+
+import email.parser
+import io
+import os
+import re
+import subprocess
+import tarfile
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from email.message import Message
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeAlias, cast
+
+from m2forge.errors import DataError
+from m2forge.pipelines.stage import Rejection
+from m2forge.records import JsonValue
+from m2forge.tasks.folders.folder import FileKind, FolderFile, write_folder
+
+Tree: TypeAlias = Mapping[str, FolderFile]
+"""The files of a project by their path in it."""
+
+METADATA = "PKG-INFO"
+SOURCE_ENDINGS = frozenset({".py", ".pyx", ".js", ".mjs", ".cjs", ".ts", ".c", ".h", ".cc", ".cpp", ".go", ".rs"})
+GIT_ENV = {
+    "GIT_CONFIG_GLOBAL": "/dev/null",
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_AUTHOR_NAME": "base",
+    "GIT_AUTHOR_EMAIL": "base@localhost",
+    "GIT_AUTHOR_DATE": "946684800 +0000",
+    "GIT_COMMITTER_NAME": "base",
+    "GIT_COMMITTER_EMAIL": "base@localhost",
+    "GIT_COMMITTER_DATE": "946684800 +0000",
+}
+"""Fixed, so that the same files are the same commit on every machine."""
+COMMIT = ("git", "-c", "core.hooksPath=/dev/null", "commit", "-qm", "base", "--allow-empty")
+_TEST_FILE = re.compile(r"(?:^|/)(?:tests?|test_[^/]*|[^/]*_test|[^/]*\.(?:test|spec)|conftest)\.\w+$")
+_TEST_FOLDER = re.compile(r"^testing/|(?:^|/)(?:tests?|__tests__)/")
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What somebody outside of the patch wrote about a change."""
+
+    kind: str
+    """issue, pull request, commit, changelog, readme."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    id: str
+    package: str
+    origin: Mapping[str, JsonValue]
+    """Where both trees come from: kind, versions or commits, digests."""
+    base: Tree
+    metadata: str
+    """The old PKG-INFO, or one with name and version alone."""
+    licence: str
+    patch: str
+    test_patch: str
+    base_commit: str
+    texts: tuple[Text, ...]
+    test_files: tuple[str, ...]
+    """Test files of the new tree that a runner can be given."""
+    tests: Mapping[str, str]
+    """Text of the test files that the test patch changes, as they are after it."""
+
+    def to_dict(self) -> dict[str, JsonValue]:
+        """All fields but the base."""
+        texts: list[JsonValue] = [{"kind": text.kind, "text": text.text} for text in self.texts]
+        plain = {key: getattr(self, key) for key in _PLAIN}
+        return {
+            **plain,
+            "origin": dict(self.origin),
+            "texts": texts,
+            "test_files": list(self.test_files),
+            "tests": dict(self.tests),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, JsonValue], base: Tree) -> "Candidate":
+        """The reverse of `to_dict`."""
+        raw = cast("Mapping[str, Any]", data)
+        texts = tuple(Text(**text) for text in raw["texts"])
+        plain = {key: raw[key] for key in (*_PLAIN, "origin", "tests")}
+        return cls(**plain, base=base, texts=texts, test_files=tuple(raw["test_files"]))
+
+
+_PLAIN = ("id", "package", "metadata", "licence", "patch", "test_patch", "base_commit")
+
+
+def pack_tree(tree: Tree) -> bytes:
+    """A tree as a tar, the same bytes for the same tree."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for path, file in sorted(tree.items()):
+            member = tarfile.TarInfo(path)
+            member.size, member.mode = len(file.content), 0o755 if file.kind is FileKind.EXECUTABLE else 0o644
+            tar.addfile(member, io.BytesIO(file.content))
+    return buffer.getvalue()
+
+
+def unpack_tree(data: bytes) -> dict[str, FolderFile]:
+    """The regular files of a tar."""
+    files = {}
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        for member in tar:
+            if member.isfile() and (opened := tar.extractfile(member)) is not None:
+                kind = FileKind.EXECUTABLE if member.mode & 0o100 else FileKind.FILE
+                files[member.name] = FolderFile(opened.read(), kind)
+    return files
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """One state of a project, as a reader found it."""
+
+    tree: Tree
+    metadata: str = ""
+    """Its PKG-INFO; "" if the tree has none."""
+    name: str = ""
+    """A version or a commit."""
+
+
+def is_test(path: str) -> bool:
+    return bool(_TEST_FILE.search(path) or _TEST_FOLDER.search(path))
+
+
+def is_source(path: str) -> bool:
+    is_document = path.startswith(("docs/", "doc/"))
+    return PurePosixPath(path).suffix in SOURCE_ENDINGS and not is_test(path) and not is_document
+
+
+def is_runnable(path: str) -> bool:
+    """Whether pytest can be given the file."""
+    name = PurePosixPath(path).name
+    return path.endswith(".py") and is_test(path) and bool(re.match(r"tests?\.|test_|.*_test\.", name))
+
+
+def make_candidate(
+    id: str, package: str, old: Release, new: Release, origin: Mapping[str, JsonValue], texts: Sequence[Text] = ()
+) -> Candidate | Rejection:
+    """The candidate of two trees. `texts`: what the reader found besides the trees, the best first."""
+    licence = permissive(new)
+    if isinstance(licence, Rejection):
+        return licence
+    changed = sorted({*old.tree, *new.tree} - {path for path in old.tree if old.tree.get(path) == new.tree.get(path)})
+    touched = [path for path in changed if is_source(path)]
+    tests = [path for path in changed if is_test(path)]
+    if not touched or not any(path in new.tree and PurePosixPath(path).suffix in SOURCE_ENDINGS for path in tests):
+        missing = "source" if not touched else "tests"
+        return Rejection(
+            f"{missing} unchanged", {"changed": list[JsonValue](changed[:20]), "num_changed": len(changed)}
+        )
+    commit, patch, test_patch = _patches(old.tree, new.tree)
+    runnable = tuple(sorted(path for path in new.tree if is_runnable(path)))
+    if not runnable:
+        return Rejection("no test file", {"changed_tests": list[JsonValue](tests[:20])})
+    metadata = old.metadata or f"Metadata-Version: 2.1\nName: {package}\nVersion: {old.name or '0'}\n"
+    found = (*texts, *_changelog(old.tree, new.tree, new.name))
+    hidden = {path: new.tree[path].content.decode(errors="replace") for path in tests if path in new.tree}
+    return Candidate(
+        id, package, origin, old.tree, metadata, licence, patch, test_patch, commit, found, runnable, hidden
+    )
+
+
+def _patches(old: Tree, new: Tree) -> tuple[str, str, str]:
+    """The commit of the old tree, the golden patch and the test patch."""
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch) / "tree"
+        write_folder(root, old)
+        _git(root, "init", "-q")
+        (root / ".git" / "info" / "attributes").write_text(_binary_attributes(old, new), encoding="utf-8")
+        commit = commit_all(root)
+        patches = []
+        for wants_tests in (False, True):
+            for path in old:
+                if is_test(path) is wants_tests:
+                    (root / path).unlink()
+            _write_over(root, {path: file for path, file in new.items() if is_test(path) is wants_tests})
+            _git(root, "add", "-Af")
+            shown = _git(root, "diff", "--cached", "--binary", "--no-renames", "--no-color", "--no-ext-diff", "HEAD")
+            patches.append(shown)
+            commit_all(root)
+        return commit, patches[0], patches[1]
+
+
+def commit_all(root: Path) -> str:
+    """Commit everything in a repository; returns the commit."""
+    _git(root, "add", "-Af")
+    _git(root, *COMMIT[1:])
+    return _git(root, "rev-parse", "HEAD").strip()
+
+
+def _git(root: Path, *arguments: str) -> str:
+    env = {**os.environ, **GIT_ENV}
+    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, env=env)
+    if done.returncode:
+        raise DataError(f"git {arguments[0]} failed: {done.stderr.decode(errors='replace').strip()[-500:]}")
+    return done.stdout.decode()
+
+
+def _binary_attributes(*trees: Tree) -> str:
+    """Files that are not UTF-8 are binary in patches, which are texts."""
+    lines = set[str]()
+    for path, file in (pair for tree in trees for pair in tree.items()):
+        try:
+            file.content.decode()
+        except UnicodeDecodeError:
+            lines.add(f'"{path}" -diff\n')
+    return "".join(sorted(lines))
+
+
+def _write_over(root: Path, files: Tree) -> None:
+    for path, file in files.items():
+        target = root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(file.content)
+        target.chmod(0o755 if file.kind is FileKind.EXECUTABLE else 0o644)
+
+
+# -- licences ---------------------------------------------------------------------------------------------------------
+
+_COPYLEFT = re.compile(
+    r"\b(?:A|L)?GPL|general public licen[cs]e|lesser general public|\bMPL\b|mozilla public|\bEPL\b"
+    r"|eclipse public|\bEUPL"
+    r"|\bCDDL|\bSSPL|\bBUSL|business source|creative commons (?:attribution-)?(?:noncommercial|sharealike)"
+    r"|\bCC-BY-(?:SA|NC)"
+    r"|proprietary|commercial|\bOSL\b|\bCeCILL\b|\bQPL\b",
+    re.IGNORECASE,
+)
+_PERMISSIVE = re.compile(
+    r"\bMIT\b|\bBSD\b|\bBSD-|apache|\bISC\b|\bISCL\b|python software foundation|\bPSF|\bunlicense\b|\b0BSD\b|\bzlib\b"
+    r"|\bCC0|public domain|\bHPND\b|\bPostgreSQL\b|boost software|\bBSL-1\.0|\bNCSA\b|\bWTFPL\b",
+    re.IGNORECASE,
+)
+_TEXTS = {
+    "MIT": r"permission is hereby granted, free of charge",
+    "BSD": r"redistribution and use in source and binary forms",
+    "Apache-2.0": r"apache license\s+version 2\.0",
+    "ISC": r"permission to use, copy, modify, and(?:/or)? distribute this software for any purpose",
+    "Unlicense": r"this is free and unencumbered software released into the public domain",
+    "PSF-2.0": r"python software foundation license version 2",
+    "Zlib": r"this software is provided 'as-is', without any express or implied",
+}
+_COPYLEFT_TEXTS = (
+    r"gnu (?:lesser |affero |library )?general public license|mozilla public license|eclipse public license"
+)
+_LICENCE_FILE = re.compile(r"^(?:licen[cs]es?/)?(?:licen[cs]e|copying|unlicense)[^/]*$", re.IGNORECASE)
+
+
+@dataclass(slots=True)
+class _Claims:
+    permissive: list[str] = field(default_factory=list)
+    copyleft: list[str] = field(default_factory=list)
+
+    def add(self, place: str, text: str) -> None:
+        # A choice between licences is as free as the freest of them.
+        parts = [part for part in re.split(r"\bOR\b", text) if part.strip()]
+        is_free = any(_PERMISSIVE.search(part) and not _COPYLEFT.search(part) for part in parts)
+        if is_free:
+            self.permissive.append(f"{place}: {text.strip()[:100]}")
+        elif _COPYLEFT.search(text):
+            self.copyleft.append(f"{place}: {text.strip()[:100]}")
+
+
+def permissive(release: Release) -> str | Rejection:
+    """The licence, by the first source that names one; a rejection if one names a licence that is not permissive, or
+    none names any."""
+    claims = _Claims()
+    for place, text in _licence_fields(release):
+        claims.add(place, text)
+    for path, file in sorted(release.tree.items()):
+        if _LICENCE_FILE.match(path):
+            head = " ".join(file.content[:4000].decode(errors="replace").lower().split())
+            if re.search(_COPYLEFT_TEXTS, head[:1500]) and not any(re.search(text, head) for text in _TEXTS.values()):
+                claims.copyleft.append(f"{path}: {head[:100]}")
+            claims.permissive += [f"{path}: {name}" for name, text in _TEXTS.items() if re.search(text, head)][:1]
+    if claims.copyleft:
+        return Rejection("licence", {"not_permissive": list[JsonValue](claims.copyleft)})
+    if not claims.permissive:
+        return Rejection("licence", {"not_permissive": [], "problem": "no metadata or file names a known licence"})
+    return claims.permissive[0].partition(": ")[2]
+
+
+def _licence_fields(release: Release) -> Iterator[tuple[str, str]]:
+    message = parse_metadata(release.metadata)
+    for key in ("License-Expression", "License"):
+        if (value := message.get(key)) and len(value) < 200:
+            yield key, value
+    for value in message.get_all("Classifier", []):
+        if value.startswith("License ::") and value.count("::") > 1:
+            yield "Classifier", value
+    project = read_pyproject(release.tree).get("project", {})
+    if isinstance(project, dict):
+        licence = project.get("license")
+        text = licence.get("text") if isinstance(licence, dict) else licence
+        if isinstance(text, str) and len(text) < 200:
+            yield "pyproject.toml", text
+        for value in project.get("classifiers", []):
+            if str(value).startswith("License ::"):
+                yield "pyproject.toml", str(value)
+
+
+def parse_metadata(text: str) -> "Message[str, str]":
+    return email.parser.HeaderParser().parsestr(text)
+
+
+def read_pyproject(tree: Tree) -> dict[str, object]:
+    """The table of pyproject.toml; empty without one that can be read."""
+    file = tree.get("pyproject.toml")
+    try:
+        return {} if file is None else tomllib.loads(file.content.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+        return {}
+
+
+# -- what was written about a change ----------------------------------------------------------------------------------
+
+_CHANGELOG = re.compile(
+    r"(?:^|/)(?:changelog|changes|history|news|releases?|release[_-]notes)(?:\.(?:md|rst|txt))?$", re.I
+)
+_README = re.compile(r"^readme(?:\.(?:md|rst|txt))?$", re.IGNORECASE)
+MAX_STATEMENT = 6000
+"""Characters of a text that become a statement."""
+
+
+def _changelog(old: Tree, new: Tree, version: str) -> list[Text]:
+    """The lines of changelogs that only the new tree has; of the README, if they name the new version."""
+    found = []
+    for kind, pattern in (("changelog", _CHANGELOG), ("readme", _README)):
+        for path in sorted(new, key=lambda path: (path.count("/"), path)):
+            text = _added(old.get(path), new[path]) if pattern.search(path) else ""
+            if text and (kind == "changelog" or (version and version in text)):
+                found.append(Text(kind, text))
+    return found
+
+
+def _added(old: FolderFile | None, new: FolderFile) -> str:
+    before = set() if old is None else {line.strip() for line in old.content.decode(errors="replace").splitlines()}
+    if old is None:
+        return ""  # A whole file is no account of one change.
+    lines = new.content.decode(errors="replace").splitlines()
+    added = [line for line in lines if not line.strip() or line.strip() not in before]
+    text = re.sub(r"\n{3,}", "\n\n", "\n".join(added)).strip()
+    return text[:MAX_STATEMENT]

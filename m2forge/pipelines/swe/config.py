@@ -1,0 +1,66 @@
+"""The table `swe` of a pipeline's configuration: where candidates come from, and how their tests run.
+
+[swe]
+sdists = ["toolz 1.1.0 1.2.0"]
+injected = ["toolz 1.2.0"]
+
+[[swe.repositories]]
+path = "clones/toolz"
+package = "toolz"
+"""
+
+from typing import Annotated, Self
+
+from pydantic import Field, StringConstraints, model_validator
+
+from m2forge.config import Config
+from m2forge.sandbox.config import SandboxConfig
+
+Count = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Pair = Annotated[str, StringConstraints(pattern=r"^\S+ \S+ \S+$")]
+Pinned = Annotated[str, StringConstraints(pattern=r"^\S+ \S+$")]
+
+
+class RepositoryConfig(Config):
+    path: str = Field(min_length=1)
+    """A local git clone."""
+    package: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The project's name, by which its tasks are held out together."""
+    num_commits: Count = 300
+    """The newest commits of the checked-out branch that become candidates."""
+    num_merged: Annotated[int, Field(gt=0, le=8)] = 1
+    """Adjacent commits that are merged into one candidate."""
+    pull_requests: str | None = None
+    """A dump of pull requests, JSON Lines with base_commit, merge_commit, title, body and issues; they become the
+    candidates instead of commits."""
+
+
+class SweConfig(Config):
+    """Releases, commits and pull requests become verified task folders: `m2forge/pipelines/swe/pipeline.py`."""
+
+    sdists: tuple[Pair, ...] = ()
+    """Consecutive releases with an sdist: "PACKAGE OLD NEW"."""
+    index: str = Field(default="https://pypi.org/simple", pattern=r"^https?://")
+    """The package index that lists the sdists. Wheels come from the index that pip is configured for."""
+    repositories: tuple[RepositoryConfig, ...] = ()
+    debian: tuple[tuple[str, str], ...] = ()
+    """Pairs of .dsc files, the older one first, with their archives beside them."""
+    injected: tuple[Pinned, ...] = ()
+    """Releases with an sdist that get faults: "PACKAGE VERSION"."""
+    num_bugs: Count = 20
+    """Faults of each of these releases."""
+    base_image: str = "host"
+    """The image in which tests run, in place of the Dockerfile's base: a name of `m2forge image list`, or `host`. It
+    needs python3 and git."""
+    test_timeout_s: Seconds = 300.0
+    """Limit of one run of a project's tests."""
+    sandbox: SandboxConfig = SandboxConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not (self.sdists or self.repositories or self.debian or self.injected):
+            raise ValueError("swe: no candidates; set sdists, repositories, debian or injected")
+        if self.sandbox.backend == "process":
+            raise ValueError('swe.sandbox.backend: tests of foreign projects must be confined; set "namespace"')
+        return self

@@ -1,0 +1,273 @@
+"""The pipeline `swe`: releases, commits, pull requests and injected bugs in, verified task folders out.
+
+    source → candidate → build → reward → consistency → mutants → verify → write
+
+    candidate     two trees → base, golden patch, test patch; licence; source and tests changed
+    build         environment by rules, until the new tree's tests run
+    reward        three runs before and after: F2P, P2P, route
+    consistency   statement, missing names, leaks
+    mutants       faults in the changed lines must be seen by the tests
+    verify        lint; the solution has perf 1, nothing has perf 0
+
+All stages but the first and the last run the project's code in sandboxes only. Folders are written to `tasks/`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal, cast
+
+from m2forge.errors import DataError, NotFoundError
+from m2forge.pipelines.output import WriteFolders
+from m2forge.pipelines.stage import Context, Item, Passed, Pipeline, Rejection, Source, Stage
+from m2forge.pipelines.swe.candidate import Candidate, Release, pack_tree, permissive, unpack_tree
+from m2forge.pipelines.swe.config import SweConfig
+from m2forge.pipelines.swe.environment import Environment, Runner, build
+from m2forge.pipelines.swe.injection import inject, prepare_release
+from m2forge.pipelines.swe.source import (
+    Clone,
+    debian_candidate,
+    normal_name,
+    pull_request_candidate,
+    read_archive,
+    read_pull_requests,
+    sdist_candidate,
+    sdist_path,
+)
+from m2forge.pipelines.swe.statement import Statement, write_statement
+from m2forge.pipelines.swe.task import (
+    Mutants,
+    Observation,
+    Route,
+    observe,
+    route,
+    run_mutants,
+    task_files,
+    verify_files,
+)
+from m2forge.records import JsonValue
+from m2forge.tasks.folders.export import folder_name
+from m2forge.tasks.folders.folder import FolderFile
+
+Data = Mapping[str, JsonValue]
+
+
+def make_pipeline(config: SweConfig) -> Pipeline:
+    runner = Runner(config.sandbox, config.base_image, config.test_timeout_s)
+    stages = (_Candidates(config, runner), _Build(runner), _Reward(runner), _Consistency(), _Mutants(runner))
+    return Pipeline(_Specs(config), (*stages, _Verify(runner), WriteFolders("tasks", _named_files)))
+
+
+# -- candidates -------------------------------------------------------------------------------------------------------
+
+
+class _Specs(Source):
+    """One item per release pair, commit, pull request, Debian pair and release to inject bugs into."""
+
+    name = "source"
+
+    def __init__(self, config: SweConfig) -> None:
+        self._config = config
+
+    def fingerprint(self) -> str:
+        parts = [self._config.model_dump_json(include={"sdists", "index", "repositories", "debian", "injected"})]
+        for repository in self._config.repositories:
+            parts.append(Clone(Path(repository.path), repository.package).commits(1)[0])
+            if repository.pull_requests is not None:
+                parts.append(_stamp(Path(repository.pull_requests)))
+        return "\n".join([*parts, *(_stamp(Path(path)) for pair in self._config.debian for path in pair)])
+
+    def read(self, context: Context) -> Iterator[Item | Rejection]:
+        config = self._config
+        for text in config.sdists:
+            package, old, new = text.split()
+            yield Item(f"{normal_name(package)}-{new}", {"reader": "sdist", "package": package, "old": old, "new": new})
+        for repository in config.repositories:
+            clone = Clone(Path(repository.path), repository.package)
+            common: dict[str, JsonValue] = {"path": repository.path, "package": repository.package}
+            if repository.pull_requests is None:
+                commits = clone.commits(repository.num_commits)
+                for commit, base in clone.merged(commits, repository.num_merged):
+                    id = f"{repository.package}-{commit[:12]}"
+                    yield Item(id, {"reader": "git", **common, "commit": commit, "base": base})
+                continue
+            for number, record in read_pull_requests(Path(repository.pull_requests)):
+                id = f"{repository.package}-pull-{number}"
+                if isinstance(record, Rejection):
+                    yield replace(record, id=id)
+                else:
+                    yield Item(id, {"reader": "pull request", **common, "record": cast("JsonValue", dict(record))})
+        for first, second in config.debian:
+            yield Item(Path(second).stem, {"reader": "debian", "old": first, "new": second})
+        for text in config.injected:
+            package, version = text.split()
+            id = f"{normal_name(package)}-{version}-bugs"
+            yield Item(id, {"reader": "injected", "package": package, "new": version})
+
+
+def _stamp(path: Path) -> str:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise NotFoundError(f"{path}: cannot be read ({error.strerror})") from error
+    return f"{path} {status.st_size} {status.st_mtime_ns}"
+
+
+class _Sandboxed(Stage):
+    runs_in: ClassVar[Literal["main", "threads", "processes"]] = "threads"
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+
+
+class _Candidates(_Sandboxed):
+    name = "candidate"
+
+    def __init__(self, config: SweConfig, runner: Runner) -> None:
+        super().__init__(runner)
+        self._config = config
+
+    def process(self, item: Item, context: Context) -> Passed | Rejection:
+        data = item.data
+        try:
+            if data["reader"] == "injected":
+                return self._injected(item, context)
+            found = self._read(data)
+        except (DataError, NotFoundError) as error:
+            return Rejection("cannot be read", {"problem": str(error)})
+        return found if isinstance(found, Rejection) else _stored(item.id, found, context)
+
+    def _read(self, data: Data) -> Candidate | Rejection:
+        match data["reader"]:
+            case "sdist":
+                return sdist_candidate(str(data["package"]), str(data["old"]), str(data["new"]), self._config.index)
+            case "debian":
+                return debian_candidate(Path(str(data["old"])), Path(str(data["new"])))
+        clone = Clone(Path(str(data["path"])), str(data["package"]))
+        if data["reader"] == "git":
+            return clone.candidate(str(data["commit"]), str(data["base"]))
+        return pull_request_candidate(clone, cast("Mapping[str, object]", data["record"]))
+
+    def _injected(self, item: Item, context: Context) -> Passed | Rejection:
+        package, version = str(item.data["package"]), str(item.data["new"])
+        release = read_archive(sdist_path(package, version, self._config.index))
+        licence = permissive(release)
+        if isinstance(licence, Rejection):
+            return licence
+        return context.run(self._inject(normal_name(package), release, licence, item, context))
+
+    async def _inject(
+        self, package: str, release: Release, licence: str, item: Item, context: Context
+    ) -> Passed | Rejection:
+        sound = await prepare_release(package, release, licence, self.runner)
+        if isinstance(sound, Rejection):
+            return sound
+        found = await inject(sound, self._config.num_bugs, self.runner, context.random(item))
+        if not found:
+            return Rejection("no bug", {"problem": "no fault broke some tests and not most"})
+        environment = _environment_data(sound.environment)
+        return [_stored(candidate.id, candidate, context).adding(environment=environment) for candidate in found]
+
+
+def _stored(id: str, candidate: Candidate, context: Context) -> Item:
+    return Item(id, {"candidate": candidate.to_dict(), "base": context.put(pack_tree(candidate.base))})
+
+
+def _candidate(item: Item, context: Context) -> Candidate:
+    return Candidate.from_dict(cast("Data", item.data["candidate"]), unpack_tree(context.get(item.text("base"))))
+
+
+# -- gates ------------------------------------------------------------------------------------------------------------
+
+
+class _Build(_Sandboxed):
+    name = "build"
+
+    def process(self, item: Item, context: Context) -> Passed | Rejection:
+        if "environment" in item.data:
+            return item
+        built = context.run(build(_candidate(item, context), self.runner))
+        if isinstance(built, Rejection):
+            return built
+        return item.adding(environment=_environment_data(built.environment))
+
+
+class _Reward(_Sandboxed):
+    name = "reward"
+
+    def process(self, item: Item, context: Context) -> Passed | Rejection:
+        candidate = _candidate(item, context)
+        found = context.run(self._observe(candidate, _environment(item)))
+        if isinstance(found, Rejection):
+            return found
+        return item.adding(observation=asdict(found), route=str(route(candidate, found)))
+
+    async def _observe(self, candidate: Candidate, environment: Environment) -> Observation | Rejection:
+        return await observe(candidate, await self.runner.image(candidate, environment), self.runner)
+
+
+class _Consistency(Stage):
+    name = "consistency"
+
+    def process(self, item: Item, context: Context) -> Passed | Rejection:
+        observation = _observation(item)
+        statement = write_statement(_candidate(item, context), observation.fail_to_pass, observation.messages)
+        return item.adding(statement=asdict(statement))
+
+
+class _Mutants(_Sandboxed):
+    name = "mutants"
+
+    def process(self, item: Item, context: Context) -> Passed | Rejection:
+        mutants = context.run(self._run(_candidate(item, context), item))
+        counts: dict[str, JsonValue] = {
+            "killed": mutants.killed,
+            "survived": list[JsonValue](mutants.survived),
+            "undecided": mutants.undecided,
+        }
+        return item.adding(mutants=counts) if mutants.is_enough else Rejection("mutants survive", counts)
+
+    async def _run(self, candidate: Candidate, item: Item) -> Mutants:
+        image = await self.runner.image(candidate, _environment(item))
+        return await run_mutants(candidate, _observation(item), image, self.runner)
+
+
+class _Verify(_Sandboxed):
+    name = "verify"
+
+    def process(self, item: Item, context: Context) -> Passed | Rejection:
+        return context.run(verify_files(_files(item, context), self.runner)) or item
+
+
+def _files(item: Item, context: Context) -> dict[str, FolderFile]:
+    statement = cast("Data", item.data["statement"])
+    return task_files(
+        _candidate(item, context),
+        _environment(item),
+        _observation(item),
+        Statement(str(statement["text"]), str(statement["kind"]), ()),
+        Route(item.text("route")),
+        {"mutants": item.data["mutants"]},
+    )
+
+
+def _named_files(item: Item, context: Context) -> tuple[str, Mapping[str, FolderFile]]:
+    return folder_name(item.id), _files(item, context)
+
+
+# -- records in items -------------------------------------------------------------------------------------------------
+
+
+def _environment_data(environment: Environment) -> dict[str, JsonValue]:
+    return asdict(environment)
+
+
+def _environment(item: Item) -> Environment:
+    data = cast("Mapping[str, list[str]]", item.data["environment"])
+    return Environment(tuple(data["requirements"]), tuple(data["wheels"]), str(data["python"]))
+
+
+def _observation(item: Item) -> Observation:
+    data = cast("Mapping[str, Any]", item.data["observation"])
+    lists = {key: tuple(data[key]) for key in ("fail_to_pass", "pass_to_pass", "quarantined")}
+    return Observation(**lists, messages=data["messages"], num_failing=data["num_failing"])

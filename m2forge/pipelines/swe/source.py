@@ -1,0 +1,266 @@
+"""Readers of candidates: sdists of an index, a local git clone, a dump of pull requests, Debian sources.
+
+    sdists       consecutive releases of a package, downloaded once into the cache folder, checked by their digest
+    history      commits of a clone that change source and tests, with their message
+    pull requests  JSON Lines of a dump, over a local clone that has the commits
+    debian       two source packages (.dsc with its archives, local)
+
+Nothing of a project runs here: archives are read in memory, links and devices in them are left out, and an archive
+that unpacks to more than its limit is refused.
+"""
+
+import hashlib
+import html
+import json
+import re
+import subprocess
+import tarfile
+import urllib.error
+import urllib.parse
+import urllib.request
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from m2forge.compiled import cache_folder
+from m2forge.errors import DataError, NotFoundError
+from m2forge.files import write_atomic
+from m2forge.pipelines.stage import Rejection
+from m2forge.pipelines.swe.candidate import (
+    METADATA,
+    Candidate,
+    Release,
+    Text,
+    make_candidate,
+    parse_metadata,
+    unpack_tree,
+)
+from m2forge.tasks.folders.folder import FileKind, FolderFile
+
+INDEX = "https://pypi.org/simple"
+MAX_TREE_BYTES = 128 << 20
+MAX_TREE_FILES = 20_000
+MAX_ARCHIVE_BYTES = 64 << 20
+DOWNLOAD_S = 120.0
+_FOREIGN = frozenset({"site-packages", "node_modules", "__pycache__"})
+"""Folders that a maintainer's machine left in an archive."""
+
+
+# -- archives ---------------------------------------------------------------------------------------------------------
+
+
+def read_archive(path: Path) -> Release:
+    """The tree of an sdist or another source archive, without its one top folder."""
+    files: dict[str, FolderFile] = {}
+    try:
+        for name, content, is_executable in _members(path):
+            inside = name.partition("/")[2]
+            if inside and ".." not in inside.split("/") and ".git" not in inside.split("/"):
+                files[inside] = FolderFile(content, FileKind.EXECUTABLE if is_executable else FileKind.FILE)
+    except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path}: cannot be unpacked: {error}") from error
+    if not files:
+        raise DataError(f"{path}: holds no file in a top folder; expected a source archive")
+    metadata = files.get(METADATA, FolderFile(b"")).content.decode(errors="replace")
+    tree = {name: file for name, file in files.items() if not _is_generated(name)}
+    return Release(tree, metadata, parse_metadata(metadata).get("Version", ""))
+
+
+def _is_generated(path: str) -> bool:
+    parts = path.split("/")
+    is_foreign = any(part.endswith(".egg-info") or part in _FOREIGN for part in parts)
+    return is_foreign or path == METADATA or bool(re.match(r"docs?/_?build/", path))
+
+
+def _members(path: Path) -> Iterator[tuple[str, bytes, bool]]:
+    num_files = num_bytes = 0
+
+    def count(size: int) -> None:
+        nonlocal num_files, num_bytes
+        num_files, num_bytes = num_files + 1, num_bytes + size
+        if num_files > MAX_TREE_FILES or num_bytes > MAX_TREE_BYTES:
+            raise DataError(f"{path}: unpacks to over {MAX_TREE_FILES} files or {MAX_TREE_BYTES} bytes")
+
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(path) as archive:
+            for info in archive.infolist():
+                if not info.is_dir():
+                    count(info.file_size)
+                    with archive.open(info) as file:
+                        yield info.filename, file.read(info.file_size + 1), bool(info.external_attr >> 16 & 0o100)
+        return
+    with tarfile.open(path, "r|*") as tar:
+        for member in tar:
+            if member.isfile() and (opened := tar.extractfile(member)) is not None:
+                count(member.size)
+                yield member.name.removeprefix("./"), opened.read(), bool(member.mode & 0o100)
+
+
+# -- sdists -----------------------------------------------------------------------------------------------------------
+
+
+def sdist_path(package: str, version: str, index: str = INDEX) -> Path:
+    """The sdist of a release in the cache folder; downloaded on first use, and checked by the index's digest."""
+    folder = cache_folder() / "swe" / "sdists"
+    wanted = {f"{normal_name(package)}-{version}{ending}" for ending in (".tar.gz", ".zip", ".tar.bz2")}
+    for name in sorted(wanted):
+        if (folder / name).is_file():
+            return folder / name
+    url = f"{index.rstrip('/')}/{normal_name(package)}/"
+    page = _download(url).decode(errors="replace")
+    for link in re.findall(r'<a [^>]*href="([^"]+)"', page):
+        target, _, fragment = html.unescape(link).partition("#")
+        name = urllib.parse.unquote(target.rpartition("/")[2])
+        stem, dash, rest = name.rpartition("-")
+        if dash and f"{normal_name(stem)}-{rest}" in wanted:
+            content = _download(urllib.parse.urljoin(url, target))
+            digest = fragment.removeprefix("sha256=") if fragment.startswith("sha256=") else None
+            if digest is not None and hashlib.sha256(content).hexdigest() != digest:
+                raise DataError(f"{target}: the digest is not the index's; download it again")
+            write_atomic(folder / f"{normal_name(stem)}-{rest}", content)
+            return folder / f"{normal_name(stem)}-{rest}"
+    raise NotFoundError(f"{package} {version}: {url} lists no sdist of it")
+
+
+def normal_name(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _download(url: str) -> bytes:
+    try:
+        with urllib.request.urlopen(url, timeout=DOWNLOAD_S) as response:
+            content: bytes = response.read(MAX_ARCHIVE_BYTES + 1)
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise NotFoundError(f"{url}: cannot be downloaded: {error}") from error
+    if len(content) > MAX_ARCHIVE_BYTES:
+        raise DataError(f"{url}: over {MAX_ARCHIVE_BYTES} bytes")
+    return content
+
+
+def sdist_candidate(package: str, old: str, new: str, index: str = INDEX) -> Candidate | Rejection:
+    """The change between two releases."""
+    paths = [sdist_path(package, version, index) for version in (old, new)]
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
+    origin = {"kind": "sdist", "old": old, "new": new, "old_sha256": digests[0], "new_sha256": digests[1]}
+    name = normal_name(package)
+    return make_candidate(f"{name}-{new}", name, read_archive(paths[0]), read_archive(paths[1]), origin)
+
+
+# -- git --------------------------------------------------------------------------------------------------------------
+
+
+class Clone:
+    """A local clone, read through git alone."""
+
+    def __init__(self, path: Path, package: str) -> None:
+        self.path, self.package = path, package
+        if not (path / ".git").exists() and not (path / "HEAD").is_file():
+            raise NotFoundError(f"{path}: expected a git clone")
+
+    def commits(self, num: int) -> list[str]:
+        """The newest commits with one parent on the checked-out branch, the newest first."""
+        return self._git("rev-list", "--no-merges", "--first-parent", f"--max-count={num}", "HEAD").decode().split()
+
+    def merged(self, commits: Sequence[str], num: int) -> Iterator[tuple[str, str]]:
+        """Each commit with the parent of the `num`-th commit from it back, itself included."""
+        for index in range(len(commits) - num + 1):
+            yield commits[index], f"{commits[index + num - 1]}^"
+
+    def candidate(self, commit: str, base: str | None = None, texts: tuple[Text, ...] = ()) -> Candidate | Rejection:
+        """The change from `base` (its parent) to a commit."""
+        try:
+            parent = self._git("rev-parse", "--verify", "-q", base or f"{commit}^").decode().strip()
+            message = self._git("log", "--format=%B", f"{parent}..{commit}").decode(errors="replace").strip()
+        except DataError:
+            return Rejection("no parent", {"commit": commit})
+        old, new = (Release(self._tree(name), name=self._version(name)) for name in (parent, commit))
+        origin = {"kind": "git", "old": parent, "new": commit}
+        found = (*texts, Text("commit", message)) if message else texts
+        return make_candidate(f"{self.package}-{commit[:12]}", self.package, old, new, origin, found)
+
+    def _version(self, commit: str) -> str:
+        try:
+            tag = self._git("describe", "--tags", "--abbrev=0", commit).decode().strip()
+        except DataError:
+            return "0"
+        found = re.search(r"\d+(?:\.\d+)*", tag)
+        return found[0] if found else "0"
+
+    def _tree(self, commit: str) -> dict[str, FolderFile]:
+        data = self._git("archive", "--format=tar", "--prefix=tree/", commit)
+        return {path.partition("/")[2]: file for path, file in unpack_tree(data).items()}
+
+    def _git(self, *arguments: str) -> bytes:
+        command = ["git", "-c", "safe.directory=*", "-c", "core.fsmonitor=", "-C", str(self.path), *arguments]
+        done = subprocess.run(command, capture_output=True)
+        if done.returncode:
+            raise DataError(f"{self.path}: git {arguments[0]}: {done.stderr.decode(errors='replace').strip()[-300:]}")
+        return done.stdout
+
+
+def read_pull_requests(path: Path) -> Iterator[tuple[int, Mapping[str, object] | Rejection]]:
+    """The records of a dump by line: objects with `base_commit`, `merge_commit`, `title`, `body`, `issues` (each with
+    `title` and `body`), as GitHub's API has them; a line that is none is a rejection."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, _pull_request(line)
+    except OSError as error:
+        raise NotFoundError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _pull_request(line: bytes) -> Mapping[str, object] | Rejection:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return Rejection("invalid record", {"problem": str(error), "line": line[:200].decode(errors="replace")})
+    if not isinstance(record, dict):
+        return Rejection("invalid record", {"problem": "not an object", "line": line[:200].decode(errors="replace")})
+    for key in ("base_commit", "merge_commit"):
+        if not re.fullmatch(r"[0-9a-f]{7,64}", str(record.get(key, ""))):
+            return Rejection("invalid record", {"problem": f"{key}: expected a commit's hash"})
+    return record
+
+
+def pull_request_candidate(clone: Clone, record: Mapping[str, object]) -> Candidate | Rejection:
+    issues = record.get("issues")
+    listed = issues if isinstance(issues, list) else []
+    texts = [Text("issue", _titled(issue)) for issue in listed if isinstance(issue, dict)]
+    texts.append(Text("pull request", _titled(record)))
+    try:
+        return clone.candidate(
+            str(record["merge_commit"]), str(record["base_commit"]), tuple(text for text in texts if text.text)
+        )
+    except DataError as error:
+        return Rejection("commit missing", {"problem": str(error)})
+
+
+def _titled(record: Mapping[str, object]) -> str:
+    parts = (record.get("title"), record.get("body"))
+    return "\n\n".join(part.strip() for part in parts if isinstance(part, str) and part.strip())
+
+
+# -- Debian -----------------------------------------------------------------------------------------------------------
+
+
+def debian_candidate(old: Path, new: Path) -> Candidate | Rejection:
+    """The change between two source packages, each by its .dsc; the upstream archive with the packaging's patches left
+    out, since the upstream tests belong to it."""
+    package = old.name.partition("_")[0]
+    origin = {"kind": "debian", "old": old.stem.partition("_")[2], "new": new.stem.partition("_")[2]}
+    id = f"{package}-{origin['new']}".replace("~", "-")
+    return make_candidate(id, package, _debian_release(old), _debian_release(new), origin)
+
+
+def _debian_release(dsc: Path) -> Release:
+    if not dsc.is_file():
+        raise NotFoundError(f"{dsc}: expected a .dsc file")
+    names = re.findall(r"^ [0-9a-f]{32,64} \d+ (\S+)$", dsc.read_text(errors="replace"), re.MULTILINE)
+    found = [name for name in dict.fromkeys(names) if re.search(r"\.orig\.tar\.\w+$", name)]
+    if not found:
+        raise DataError(f"{dsc}: names no upstream archive (.orig.tar)")
+    release = read_archive(dsc.parent / found[0])
+    return Release(release.tree, release.metadata, dsc.stem.partition("_")[2].partition("-")[0])

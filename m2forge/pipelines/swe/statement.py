@@ -1,0 +1,185 @@
+"""Statements: what was written about a change, and what hidden tests need, in; the instruction of a task out.
+
+The text is the first of issue, pull request, commit message and changelog that says something; otherwise rules make one
+from the failing tests. It never comes from the patch: lines that the patch adds to source files are removed from it,
+and so are hashes of commits, links, and references to pull requests and people.
+
+Names that hidden tests use and the old tree lacks are listed at the end, since no agent could guess them.
+"""
+
+import ast
+import builtins
+import keyword
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from m2forge.pipelines.swe.candidate import Candidate, Text
+
+MIN_WORDS = 4
+"""A shorter text says nothing about a change."""
+MAX_NAMES = 40
+MAX_SHOWN_TESTS = 20
+MIN_LINE = 12
+"""Characters from which a line of the patch is recognised in a text."""
+_ORDER = ("issue", "pull request", "commit", "changelog", "readme")
+_LINK = re.compile(r"<?\bhttps?://[^\s<>)\]]+>?")
+_HASH = re.compile(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b")
+_REFERENCE = re.compile(
+    r"(?:\b(?:PR|pull request|GH|issue|closes|fixes|refs?|see)\s*)?(?<![\w&])#\d+\b[,;]?", re.IGNORECASE
+)
+_DEAD_WORDS = re.compile(
+    r"^(?:merge (?:pull request|branch|remote).*|bump version.*|version bump.*|release v?[\d.]+|v?\d+\.\d+\S*|wip"
+    r"|co-authored-by:.*|signed-off-by:.*|reviewed-by:.*)$",
+    re.IGNORECASE | re.MULTILINE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    text: str
+    kind: str
+    """Where the text is from; `tests` if rules made it."""
+    names: tuple[str, ...]
+    """Names that were added."""
+
+
+def write_statement(candidate: Candidate, failing: Sequence[str], messages: Mapping[str, str]) -> Statement:
+    """`failing`: ids of F2P. `messages`: why tests failed before, by id or file."""
+    kind, text = _best_text(candidate.texts, candidate.patch)
+    if not text:
+        kind, text = "tests", _text_of_tests(candidate.tests, failing, messages)
+    names = missing_names(candidate)
+    parts = [f"The repository in the current folder is `{candidate.package}`.", _headings[kind], text]
+    if names:
+        parts.append(
+            "Names that callers use and that do not exist yet:\n\n" + "\n".join(f"- `{name}`" for name in names)
+        )
+    parts.append("Change the source so that this holds, and let everything that works go on working.")
+    return Statement("\n\n".join(parts) + "\n", kind, tuple(names))
+
+
+_headings = {
+    "issue": "Resolve this issue:",
+    "pull request": "Make this change:",
+    "commit": "Make this change:",
+    "changelog": "Make the changes that the changelog of the next version lists, as far as they concern the code:",
+    "readme": "Make the changes that the next version's documentation lists, as far as they concern the code:",
+    "tests": "Some of its behaviour is missing or wrong:",
+}
+
+
+def _best_text(texts: Sequence[Text], patch: str) -> tuple[str, str]:
+    for kind in _ORDER:
+        for text in texts:
+            if text.kind == kind and len(re.findall(r"[A-Za-z]{2,}", cleaned := clean(text.text, patch))) >= MIN_WORDS:
+                return kind, cleaned
+    return "", ""
+
+
+# -- leaks ------------------------------------------------------------------------------------------------------------
+
+
+def clean(text: str, patch: str) -> str:
+    """The text without links, hashes, references and lines of the patch."""
+    added = {line.strip() for line in source_lines(patch) if len(line.strip()) >= MIN_LINE}
+    lines = [
+        line for line in text.splitlines() if line.strip().strip("`>*- ") not in added and line.strip() not in added
+    ]
+    lines = [line for line in lines if not re.match(r"^(?:\+\+\+|---|@@|diff --git|index [0-9a-f]+)", line)]
+    text = "\n".join(lines)
+    text = re.sub(r"`([^`<]+?)\s*<https?://[^>]+>`_+", r"\1", text)  # reStructuredText
+    text = re.sub(r"\[([^\]]*)\]\(https?://[^)]*\)", r"\1", text)  # Markdown
+    text = _HASH.sub("", _LINK.sub("", text))
+    text = _REFERENCE.sub("", text)
+    text = re.sub(r"(?:\b(?:by|thanks(?: to)?)\s+)?(?<!\w)@[\w-]+", "", text, flags=re.IGNORECASE)
+    text = re.sub(r"(?<!\S)\(\s*[,;]*\s*\)", "", _DEAD_WORDS.sub("", text))
+    text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
+    return re.sub(r"\n{3,}", "\n\n", text).strip()
+
+
+def source_lines(patch: str) -> Iterator[str]:
+    """Lines that a patch adds to files of code."""
+    is_code = False
+    for line in patch.splitlines():
+        if line.startswith("+++ "):
+            is_code = bool(re.search(r"\.(?:py|pyx|js|mjs|cjs|ts|c|h|cc|cpp|go|rs)$", line))
+        elif is_code and line.startswith("+"):
+            yield line[1:]
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def missing_names(candidate: Candidate) -> list[str]:
+    """Names that changed test files import, read or pass, that the old tree has nowhere, and the new source has."""
+    known = _words(
+        file.content for path, file in candidate.base.items() if path.endswith((".py", ".pyi", ".toml", ".cfg"))
+    )
+    defined = set(re.findall(r"[A-Za-z_]\w*", "\n".join(source_lines(candidate.patch))))
+    found = dict.fromkeys(name for _, source in sorted(candidate.tests.items()) for name in _used_names(source))
+    ours = [name for name in found if name in defined and name not in known and _is_foreign(name)]
+    return ours[:MAX_NAMES]
+
+
+def _is_foreign(name: str) -> bool:
+    return not (hasattr(builtins, name) or keyword.iskeyword(name) or name in sys.stdlib_module_names)
+
+
+def _words(contents: Iterator[bytes]) -> set[str]:
+    words = set[str]()
+    for content in contents:
+        words |= set(re.findall(r"[A-Za-z_]\w*", content.decode(errors="replace")))
+    return words
+
+
+def _used_names(source: str) -> Iterator[str]:
+    """Names that a test file takes from elsewhere."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(names=names):
+                yield from (alias.name for alias in names)
+            case ast.Import(names=names):
+                yield from (part for alias in names for part in alias.name.split("."))
+            case ast.Attribute(attr=name):
+                yield name
+            case ast.keyword(arg=str() as name):
+                yield name
+
+
+# -- statements by rule -----------------------------------------------------------------------------------------------
+
+
+def _text_of_tests(tests: Mapping[str, str], failing: Sequence[str], messages: Mapping[str, str]) -> str:
+    """What failing tests say: their names as words, their docstrings and the errors that they end with."""
+    lines = []
+    for id in failing[:MAX_SHOWN_TESTS]:
+        path, _, inner = id.partition("::")
+        function = re.sub(r"\[.*", "", inner).split("::")[-1]
+        about = _docstring(tests.get(path, ""), function) or function.removeprefix("test_").replace("_", " ").strip()
+        error = (messages.get(id) or messages.get(path) or messages.get(_module(path)) or "").strip().splitlines()
+        lines.append(f"- {about}" + (f": `{error[0][:200]}`" if error else ""))
+    unique = list(dict.fromkeys(lines))
+    if len(failing) > MAX_SHOWN_TESTS:
+        unique.append(f"- and {len(failing) - MAX_SHOWN_TESTS} more cases of the same kinds")
+    return "\n".join(unique)
+
+
+def _module(path: str) -> str:
+    return path.removesuffix(".py").replace("/", ".")
+
+
+def _docstring(source: str, function: str) -> str:
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return ""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function:
+            return (ast.get_docstring(node) or "").strip().split("\n")[0]
+    return ""

@@ -1,0 +1,278 @@
+"""Tasks: a candidate with its environment in, a verified task folder out, or a rejection with reason and evidence.
+
+    three runs before, three after ─▶ F2P, P2P ─▶ route ─▶ statement ─▶ mutants ─▶ folder ─▶ oracle 1, nop 0
+
+    F2P     passes in all runs after, and fails or is missing in all runs before
+    P2P     passes in all runs
+    quarantined     anything that differs between runs of the same tree
+
+A run that did not finish decides nothing. Up to `MAX_MUTANTS` mutants of lines that the golden patch adds show whether
+the tests see the change: at least `MIN_KILLED` of those that finish must fail a listed test. A task without a single
+mutable line (data, for instance) passes this gate.
+"""
+
+import random
+import re
+import tempfile
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import tomli_w
+
+from m2forge.pipelines.stage import Rejection
+from m2forge.pipelines.swe.candidate import Candidate
+from m2forge.pipelines.swe.environment import (
+    Environment,
+    Outcomes,
+    Runner,
+    TestRun,
+    apply_patch,
+    environment_files,
+)
+from m2forge.pipelines.swe.mutation import Mutation, mutations
+from m2forge.pipelines.swe.statement import Statement, missing_names
+from m2forge.records import JsonValue
+from m2forge.tasks.folders.environment import TaskImage, prepare
+from m2forge.tasks.folders.export import folder_name
+from m2forge.tasks.folders.folder import CONFIG_NAME, FolderFile, read_folder, write_folder
+from m2forge.tasks.folders.lint import lint
+from m2forge.tasks.folders.swe_bench import record_files
+from m2forge.tasks.folders.trial import NOP, ORACLE, WANTED, attempt
+
+NUM_RUNS = 3
+MAX_MUTANTS = 12
+MIN_KILLED = 0.6
+MUTANT_S = 60.0
+"""Limit of one mutant's tests; many mutants never end."""
+MAX_FILE_BYTES = 4 << 20
+
+
+class Route(StrEnum):
+    BUG = "bug"
+    FEATURE = "feature"
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What tests do before and after the golden patch."""
+
+    fail_to_pass: tuple[str, ...]
+    pass_to_pass: tuple[str, ...]
+    quarantined: tuple[str, ...]
+    messages: Mapping[str, str]
+    """Why tests failed before, by id or file."""
+    num_failing: int
+    """Tests that fail after it too."""
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        return (*self.fail_to_pass, *self.pass_to_pass)
+
+
+async def observe(candidate: Candidate, image: TaskImage, runner: Runner) -> Observation | Rejection:
+    files, both = candidate.test_files, (candidate.patch, candidate.test_patch)
+    after = [await runner.run(image, both, files) for _ in range(NUM_RUNS)]
+    before = [await runner.run(image, both[1:], files) for _ in range(NUM_RUNS)]
+    for run in (*after, *before):
+        if run.problem is not None and not (run in before and not run.tests and run.messages):
+            return Rejection("unfinished", {"problem": run.problem, "output": run.output[-3000:]})
+    return compare(before, after)
+
+
+def compare(before: Sequence[TestRun], after: Sequence[TestRun]) -> Observation | Rejection:
+    """F2P and P2P of runs before and after a patch."""
+    ids = sorted({id for run in (*before, *after) for id in run.tests})
+    unstable = {id for id in ids for runs in (before, after) if len({run.tests.get(id) for run in runs}) > 1}
+    stable = [id for id in ids if id not in unstable and after[0].tests.get(id) is Outcomes.PASSED]
+    fails = (None, Outcomes.FAILED)
+    fail_to_pass = tuple(id for id in stable if before[0].tests.get(id) in fails)
+    pass_to_pass = tuple(id for id in stable if before[0].tests.get(id) is Outcomes.PASSED)
+    num_failing = sum(outcome is Outcomes.FAILED for outcome in after[0].tests.values())
+    counts: dict[str, JsonValue] = {
+        "fail_to_pass": len(fail_to_pass),
+        "pass_to_pass": len(pass_to_pass),
+        "quarantined": sorted(unstable)[:20],
+        "failing_after": [id for id in ids if after[0].tests.get(id) is Outcomes.FAILED][:20],
+    }
+    if not fail_to_pass:
+        return Rejection("no F2P", counts)
+    if not pass_to_pass:
+        return Rejection("no P2P", counts)
+    return Observation(fail_to_pass, pass_to_pass, tuple(sorted(unstable)), before[0].messages, num_failing)
+
+
+# -- route ------------------------------------------------------------------------------------------------------------
+
+_ABSENT = re.compile(r"ImportError|ModuleNotFoundError|AttributeError|unexpected keyword argument|has no attribute")
+_FIXES = re.compile(r"\b(?:fix(?:e[sd])?|bug|regression|crash|incorrect|wrong|broken|security|CVE)\b", re.IGNORECASE)
+_ADDS = re.compile(r"\b(?:add(?:s|ed)?|new|introduces?|support(?:s|ed)? for|implement(?:s|ed)?|allow(?:s|ed)?)\b", re.I)
+
+
+def route(candidate: Candidate, observation: Observation) -> Route:
+    """What kind of task a candidate is. A change that makes something possible is a feature."""
+    text = "\n".join(text.text for text in candidate.texts)
+    errors = [observation.messages.get(id, "") for id in observation.fail_to_pass]
+    num_absent = sum(not error or bool(_ABSENT.search(error)) for error in errors)
+    if missing_names(candidate) or num_absent * 2 > len(errors):
+        return Route.FEATURE
+    return Route.FEATURE if _ADDS.search(text) and not _FIXES.search(text) else Route.BUG
+
+
+# -- mutants ----------------------------------------------------------------------------------------------------------
+
+
+def added_lines(patch: str) -> dict[str, set[int]]:
+    """Numbers of the lines that a patch adds, by file, as they are after it."""
+    found: dict[str, set[int]] = {}
+    path, number = "", 0
+    for line in patch.splitlines():
+        if line.startswith("+++ "):
+            path = re.sub(r"^b/|\t.*$", "", line[4:])
+        elif match := re.match(r"@@ -\d+(?:,\d+)? \+(\d+)", line):
+            number = int(match[1])
+        elif line.startswith("+") and path:
+            found.setdefault(path, set()).add(number)
+            number += 1
+        elif line.startswith(" ") or not line:
+            number += 1
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Mutants:
+    killed: int
+    survived: tuple[str, ...]
+    """File, line and kind."""
+    undecided: int
+
+    @property
+    def is_enough(self) -> bool:
+        decided = self.killed + len(self.survived)
+        return not decided or self.killed >= MIN_KILLED * decided
+
+
+async def run_mutants(candidate: Candidate, observation: Observation, image: TaskImage, runner: Runner) -> Mutants:
+    files = _ordered_files(observation)
+    killed, undecided, survived = 0, 0, list[str]()
+    async with runner.opened(image) as sandbox:
+        for patch in (candidate.patch, candidate.test_patch):
+            await apply_patch(sandbox, patch)
+        lines = added_lines(candidate.patch)
+        sources = {}
+        for path in sorted(lines):
+            # A version says nothing that a test could check.
+            if path.endswith(".py") and "version" not in path.rpartition("/")[2]:
+                sources[path] = (await sandbox.read(path, MAX_FILE_BYTES)).decode(errors="replace")
+        for path, mutation in choose_mutants(sources, lines, candidate.id):
+            await sandbox.write(path, mutation.apply(sources[path]).encode())
+            run = await runner.run_in(sandbox, files, f"--maxfail={observation.num_failing + 1}", timeout_s=MUTANT_S)
+            await sandbox.write(path, sources[path].encode())
+            if run.problem is not None and run.problem.startswith("unfinished"):
+                undecided += 1
+            elif is_killed(run, observation):
+                killed += 1
+            else:
+                survived.append(f"{path}:{mutation.line}: {mutation.kind}")
+    return Mutants(killed, tuple(survived), undecided)
+
+
+def choose_mutants(sources: Mapping[str, str], lines: Mapping[str, set[int]], seed: str) -> list[tuple[str, Mutation]]:
+    """Up to `MAX_MUTANTS` mutations, spread over lines: a second one of a line only if all lines have one."""
+    generator = random.Random(seed)
+    by_line: list[list[tuple[str, Mutation]]] = []
+    for path, source in sources.items():
+        found: dict[int, list[tuple[str, Mutation]]] = {}
+        for mutation in mutations(path, source, lines[path]):
+            found.setdefault(mutation.line, []).append((path, mutation))
+        by_line += found.values()
+    for group in by_line:
+        generator.shuffle(group)
+    generator.shuffle(by_line)
+    rounds = max(map(len, by_line), default=0)
+    spread = [group[index] for index in range(rounds) for group in by_line if index < len(group)]
+    return spread[:MAX_MUTANTS]
+
+
+def is_killed(run: TestRun, observation: Observation) -> bool:
+    """Whether a listed test failed, or its file could not be imported."""
+    if run.problem is not None:
+        return True
+    wanted = set(observation.wanted)
+    files = {name for id in wanted for name in _names_of_file(id.partition("::")[0])}
+    return any(
+        (id in wanted and run.tests.get(id) is Outcomes.FAILED) or (id not in run.tests and id in files)
+        for id in run.messages
+    )
+
+
+def _names_of_file(path: str) -> tuple[str, str]:
+    """By which a report names a file that could not be collected."""
+    return path, path.removesuffix(".py").replace("/", ".")
+
+
+def _ordered_files(observation: Observation) -> list[str]:
+    """Files with F2P first, where most mutants die."""
+    return list(dict.fromkeys(id.partition("::")[0] for id in observation.wanted))
+
+
+# -- folders ----------------------------------------------------------------------------------------------------------
+
+
+def task_files(
+    candidate: Candidate,
+    environment: Environment,
+    observation: Observation,
+    statement: Statement,
+    kind: Route,
+    facts: Mapping[str, JsonValue],
+) -> dict[str, FolderFile]:
+    """The files of the task folder. `facts`: more provenance."""
+    record: dict[str, JsonValue] = {
+        "instance_id": candidate.id,
+        "repo": f"{candidate.origin.get('kind', 'swe')}/{candidate.package}",
+        "base_commit": candidate.base_commit,
+        "problem_statement": statement.text,
+        "patch": candidate.patch,
+        "test_patch": candidate.test_patch,
+        "FAIL_TO_PASS": list(observation.fail_to_pass),
+        "PASS_TO_PASS": list(observation.pass_to_pass),
+    }
+    files = dict(record_files(record))
+    table = tomllib.loads(files[CONFIG_NAME].content.decode())
+    table["task"] = {"name": f"swe/{folder_name(candidate.id)}", "keywords": [str(kind)]}
+    table["metadata"]["m2forge"] = {
+        "source": "swe",
+        "package": candidate.package,
+        "domain": "coding",
+        "kind": str(kind),
+        "licence": candidate.licence,
+        "statement": statement.kind,
+        "origin": dict(candidate.origin),
+        "python": environment.python,
+        "pins": environment.pins,
+        **facts,
+    }
+    files[CONFIG_NAME] = FolderFile(tomli_w.dumps(table).encode())
+    own = environment_files(candidate, environment)
+    return files | {f"environment/{name}": file for name, file in own.items()}
+
+
+async def verify_files(files: Mapping[str, FolderFile], runner: Runner) -> Rejection | None:
+    """Run the solution and nothing by this project's own verification, and lint; None if the folder is sound."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "task"
+        write_folder(path, files)
+        if findings := lint(path):
+            shown = [str(finding).replace(f"{path}/", "") for finding in findings]
+            return Rejection("lint", {"findings": list[JsonValue](shown[:20])})
+        environment = await prepare(read_folder(path), runner.config, runner.base_image)
+        for agent in (ORACLE, NOP):
+            verdict = await attempt(environment, agent)
+            if verdict.perf != WANTED[agent]:
+                shown_evidence = {key: verdict.evidence.get(key) for key in ("problem", "ended", "exit_status")}
+                output = str(verdict.evidence.get("stdout", ""))[-3000:]
+                return Rejection(f"{agent} verdict", {"perf": verdict.perf, "output": output, **shown_evidence})
+    return None

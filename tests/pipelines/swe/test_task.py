@@ -1,0 +1,93 @@
+"""Gates of tasks: F2P and P2P, routes, and mutants of changed lines."""
+
+from m2forge.pipelines.stage import Rejection
+from m2forge.pipelines.swe.environment import Outcomes, TestRun
+from m2forge.pipelines.swe.mutation import mutations
+from m2forge.pipelines.swe.task import (
+    MAX_MUTANTS,
+    Mutants,
+    Observation,
+    Route,
+    added_lines,
+    choose_mutants,
+    compare,
+    is_killed,
+    route,
+)
+from tests.pipelines.swe import projects
+
+P, F, S = Outcomes.PASSED, Outcomes.FAILED, Outcomes.SKIPPED
+
+
+def runs(*tests: dict[str, Outcomes]) -> list[TestRun]:
+    return [TestRun(one) for one in tests]
+
+
+def observed(before: list[TestRun], after: list[TestRun]) -> Observation:
+    found = compare(before, after)
+    assert isinstance(found, Observation)
+    return found
+
+
+def test_tests_that_fail_or_are_missing_before_must_pass_after() -> None:
+    before = {"new": None, "red": F, "green": P, "skips": S, "breaks": P, "skipped_after": F}
+    after = {"new": P, "red": P, "green": P, "skips": P, "breaks": F, "skipped_after": S}
+    found = observed(runs(*[{id: one for id, one in before.items() if one is not None}] * 3), runs(*[dict(after)] * 3))
+    assert found.fail_to_pass == ("new", "red")
+    assert found.pass_to_pass == ("green",)
+    assert (found.quarantined, found.num_failing) == ((), 1)
+
+
+def test_tests_that_differ_in_three_runs_are_quarantined() -> None:
+    stable = {"red": F, "green": P}
+    before = runs({**stable, "flaky": P}, {**stable, "flaky": F}, {**stable, "flaky": P})
+    after = runs(*[{"red": P, "green": P, "flaky": P, "rare": P}] * 2, {"red": P, "green": P, "flaky": P})
+    found = observed(before, after)
+    assert found.quarantined == ("flaky", "rare")
+    assert (found.fail_to_pass, found.pass_to_pass) == (("red",), ("green",))
+
+
+def test_without_f2p_or_p2p_there_is_no_task() -> None:
+    green, red = runs(*[{"a": P}] * 3), runs(*[{"a": F}] * 3)
+    for before, after, reason in ((green, green, "no F2P"), (red, green, "no P2P"), (green, red, "no F2P")):
+        found = compare(before, after)
+        assert isinstance(found, Rejection)
+        assert found.reason == reason
+
+
+def test_routes_follow_errors_names_and_words() -> None:
+    candidate = projects.candidate()
+    wrong = Observation(("t",), ("p",), (), {"t": "assert 5 == 6"}, 0)
+    absent = Observation(("t",), ("p",), (), {"t": "AttributeError: module 'sums' has no attribute 'x'"}, 0)
+    assert route(candidate, wrong) is Route.BUG
+    assert route(candidate, absent) is Route.FEATURE
+
+
+def test_added_lines_are_those_after_the_patch() -> None:
+    patch = projects.candidate().patch
+    assert added_lines(patch)["sums.py"] == {2}
+    assert added_lines("--- /dev/null\n+++ b/a.py\n@@ -0,0 +1,2 @@\n+x\n+y\n") == {"a.py": {1, 2}}
+
+
+def test_mutants_are_spread_over_lines_and_repeatable() -> None:
+    source = "x = 1 + 2 + 3 + 4 + 5\n" * 3 + "y = 1\n" * 20
+    sources, lines = {"a.py": source}, {"a.py": set(range(1, 24))}
+    chosen = choose_mutants(sources, lines, "seed")
+    assert len(chosen) == MAX_MUTANTS == len({mutation.line for _, mutation in chosen})
+    assert chosen == choose_mutants(sources, lines, "seed") != choose_mutants(sources, lines, "other")
+    assert len(choose_mutants({"a.py": "x = 1 + 2\n"}, {"a.py": {1}}, "seed")) == len(mutations("a.py", "x = 1 + 2\n"))
+
+
+def test_a_mutant_dies_by_a_listed_test_alone() -> None:
+    listed = Observation(("tests/test_a.py::t",), ("tests/test_a.py::p",), (), {}, 1)
+    other = TestRun({"tests/test_a.py::t": P, "tests/test_a.py::old": F}, {"tests/test_a.py::old": "assert 0"})
+    assert not is_killed(other, listed)
+    assert is_killed(TestRun({"tests/test_a.py::t": F}, {"tests/test_a.py::t": "assert 0"}), listed)
+    assert is_killed(TestRun({"tests/test_b.py::x": P}, {"tests.test_a": "collection failure"}), listed)
+    assert is_killed(TestRun(problem="no report"), listed)
+
+
+def test_three_of_five_mutants_must_die() -> None:
+    assert Mutants(3, ("a", "b"), 7).is_enough
+    assert not Mutants(1, ("a",), 0).is_enough
+    assert Mutants(0, (), 2).is_enough
