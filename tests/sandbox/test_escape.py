@@ -165,7 +165,10 @@ def test_memory_is_limited() -> None:
         outcome = await sandbox.run(Command((PYTHON, "-c", code)))
         assert not outcome.is_success
         assert "314572800" not in outcome.stdout.text()
-        assert (await sandbox.run(Command(("true",)))).is_success  # PID 1 lives on.
+        # Written files are memory too; the kernel kills a command for it.
+        assert (await sandbox.run(Command(("cat", "/proc/self/oom_score_adj")))).stdout.text() == "500\n"
+        await sandbox.run(Command(("sh", "-c", "sleep 60 & sleep 60 & exec head -c 300000000 /dev/zero > large")))
+        assert (await sandbox.run(Command(("rm", "large")))).is_success  # PID 1 lives on.
 
     use(config, act)
 

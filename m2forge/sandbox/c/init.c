@@ -225,6 +225,16 @@ static void try_path(const struct order *o) {
     errno = problem;
 }
 
+/* Out of memory, the kernel kills a command rather than PID 1. While a process is not dumpable its files in /proc are
+   those of the machine's root. Other commands cannot reach into this process: it still has capabilities. */
+static void prefer_as_victim(void) {
+    prctl(PR_SET_DUMPABLE, 1);
+    int adjust = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
+    if (adjust >= 0 && write(adjust, "500", 3) != 3) errno = 0;
+    if (adjust >= 0) close(adjust);
+    prctl(PR_SET_DUMPABLE, 0);
+}
+
 static _Noreturn void become(const struct order *o, const int *streams) {
     setsid();
     signal(SIGPIPE, SIG_DFL);
@@ -235,11 +245,7 @@ static _Noreturn void become(const struct order *o, const int *streams) {
         if (dup2(streams[i], i) < 0) _exit(126);
     if (o->mode == PACK_UPPER) _exit(pack_upper());
     syscall(SYS_close_range, 3u, ~0u, 0u);
-    int adjust = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
-    if (adjust >= 0) { /* Out of memory, the kernel kills a command rather than PID 1. */
-        if (write(adjust, "500", 3) != 3) errno = 0;
-        close(adjust);
-    }
+    prefer_as_victim();
     drop_privileges(o);
     if (chdir(o->folder) < 0) refuse(o->folder, 126);
     set_limits(o);
