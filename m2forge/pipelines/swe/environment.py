@@ -37,9 +37,9 @@ from m2forge.protocols import Command, Outcome, OutcomeReason, Sandbox
 from m2forge.records import JsonValue
 from m2forge.sandbox.backend import open_sandbox
 from m2forge.sandbox.config import SandboxConfig
-from m2forge.tasks.folders.environment import TaskImage, task_image
 from m2forge.tasks.folders.folder import FolderFile, write_folder
 from m2forge.tasks.folders.swe_bench import BASE_IMAGE, TESTBED, USER
+from m2forge.tasks.folders.task_image import TaskImage, task_image
 
 MAX_ROUNDS = 5
 """Images that are built for one candidate before it is given up."""

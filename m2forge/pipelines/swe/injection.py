@@ -16,7 +16,7 @@ from m2forge.pipelines.swe.candidate import Candidate, Release, Tree, is_runnabl
 from m2forge.pipelines.swe.environment import Environment, Outcomes, Runner, TestRun, build
 from m2forge.pipelines.swe.mutation import Mutation, mutations
 from m2forge.records import JsonValue
-from m2forge.tasks.folders.environment import TaskImage
+from m2forge.tasks.folders.task_image import TaskImage
 
 NUM_RUNS = 3
 MAX_BROKEN = 0.5

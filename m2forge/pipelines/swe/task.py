@@ -35,11 +35,12 @@ from m2forge.pipelines.swe.environment import (
 from m2forge.pipelines.swe.mutation import Mutation, mutations
 from m2forge.pipelines.swe.statement import Statement, missing_names
 from m2forge.records import JsonValue
-from m2forge.tasks.folders.environment import TaskImage, prepare
+from m2forge.tasks.folders.environment import prepare
 from m2forge.tasks.folders.export import folder_name
 from m2forge.tasks.folders.folder import CONFIG_NAME, FolderFile, read_folder, write_folder
 from m2forge.tasks.folders.lint import lint
 from m2forge.tasks.folders.swe_bench import record_files
+from m2forge.tasks.folders.task_image import TaskImage
 from m2forge.tasks.folders.trial import NOP, ORACLE, WANTED, attempt
 
 NUM_RUNS = 3

@@ -17,7 +17,7 @@ from m2forge.errors import NotFoundError
 from m2forge.protocols import Command, OutcomeReason
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.sandbox.namespace import NamespaceSandbox
-from m2forge.tasks.folders.environment import TaskImage, owner_of_files, task_image
+from m2forge.tasks.folders.task_image import TaskImage, owner_of_files, task_image
 
 MAX_BYTES = 1 << 30
 """Limit of a copy out of the sandbox."""

@@ -24,8 +24,9 @@ from m2forge.errors import DataError, EngineError, NotFoundError
 from m2forge.protocols import Command, Sandbox
 from m2forge.records import JsonValue, Verdict
 from m2forge.sandbox.config import SandboxConfig
-from m2forge.tasks.folders.environment import FolderEnvironment, owner_of_files, prepare, resolved
+from m2forge.tasks.folders.environment import FolderEnvironment, prepare, resolved
 from m2forge.tasks.folders.folder import SOLVE_NAME, Rejected, TaskFolder, read_folders
+from m2forge.tasks.folders.task_image import owner_of_files
 from m2forge.tasks.folders.task_toml import Step
 from m2forge.tasks.folders.verification import verify_attempt
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from m2forge.errors import DataError
-from m2forge.tasks.folders.dockerfile import Copy, NeedsRuntimeError, Run, read_dockerfile
+from m2forge.tasks.folders.task_image import Copy, NeedsRuntimeError, Run, read_dockerfile
 
 TEXT = """# syntax=docker/dockerfile:1
 ARG TAG=3.12
