@@ -284,7 +284,7 @@ class Report:
 
 def measure_own(report: Report, *, quick: bool) -> float:
     """Returns the p50 of a command in a running sandbox, with which podman is compared."""
-    repeats, num_cycles = (30, 300) if quick else (200, 10_000)
+    repeats, num_cycles = (60, 300) if quick else (200, 10_000)
     ours = asyncio.run(p50_ms(cycle, repeats))
     name = "create + command + destroy"
     report.add(name, f"{ours:.1f} ms", Bar.at_most(f"{name}, p50 ms", ours, 12), bwrap=peer_ms(BWRAP, repeats))

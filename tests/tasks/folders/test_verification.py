@@ -240,9 +240,10 @@ def test_a_dockerfile_is_built_once_in_a_sandbox(tmp_path: Path) -> None:
 
 def test_podman_builds_what_a_sandbox_cannot(tmp_path: Path) -> None:
     require("podman")
+    label = f"test={tmp_path}"
     folder = scene.write(
         tmp_path / "task",
-        environment__Dockerfile="FROM scratch AS machine\nCOPY root/ /\nFROM machine\nENV WORD=five\n"
+        environment__Dockerfile=f"FROM scratch AS machine\nLABEL {label}\nCOPY root/ /\nFROM machine\nENV WORD=five\n"
         "WORKDIR /workspace\nCOPY --from=machine /etc/passwd /opt/copied\nCOPY --chown=1000:1000 repository /app\n",
         environment__repository__calc_dot_py="pass\n",
         tests__test_dot_sh=scene_test("echo $WORD; grep -c root /opt/copied; git -C /app log --all --format=%s"),
@@ -255,6 +256,8 @@ def test_podman_builds_what_a_sandbox_cannot(tmp_path: Path) -> None:
         assert (verdict.perf, verdict.evidence["stdout"]) == (1, "five\n1\nbug\n"), verdict.evidence
     added = {image.name.partition("-")[0] for image in ImageStore().images() if image.name not in before}
     assert added == {"podman", "task"}
+    prune = ["podman", "image", "prune", "--force", "--filter", f"label={label}"]
+    assert subprocess.run(prune, check=True, capture_output=True).stdout  # Podman caches what it builds.
 
 
 @pytest.mark.parametrize(
