@@ -1,6 +1,6 @@
 """A small network learns to use a shell: 600 task folders, one tool, verdicts from the folders' own tests.
 
-    python -m examples.demo_terminal [--runs runs/demo-terminal] [--seed 0] [--control] [--scale 1.0]
+    python -m examples.demo_terminal [--runs runs/demo-terminal] [--seed 0] [--control | --rejection] [--scale 1.0]
 
     text       task folders of questions on small tables (`table_tasks.py`), demonstrations, pages to copy, a tokenizer
     pretrain   a narrow m2-nano from random weights
@@ -10,7 +10,9 @@
     report     what happened, in one HTML file
 
 The 200 held-out questions occur neither in demonstrations nor in RL. `--control` hands the rewards of a group to its
-attempts at random. A stage that was killed goes on where it stopped; one that is complete is not repeated.
+attempts at random. `--rejection` does without RL: the fine-tuned network attempts every training task eight times
+(`m2forge pipeline`, the table `distill`), is fine-tuned again on what the tests accepted, and both networks are
+evaluated. A stage that was killed goes on where it stopped; one that is complete is not repeated.
 """
 
 import os
@@ -42,23 +44,33 @@ from examples.demo import (
 )
 from examples.table_tasks import ANIMALS, COLOURS, Question, demonstrated_steps, questions, write_folders
 from examples.task_agent import SHELL
-from m2forge.config import load
+from m2forge.config import TomlValue, build, load
 from m2forge.errors import ConfigError, M2ForgeError
 from m2forge.files import write_atomic
 from m2forge.observe.metrics import FILE_NAME, read_metrics
+from m2forge.pipelines.config import PipelineConfig
+from m2forge.pipelines.run import run_pipeline
 from m2forge.records import JsonValue
 from m2forge.rl.config import RLConfig
 from m2forge.rl.eval import EvalResult
 from m2forge.rl.loop import run_rl
+from m2forge.sft.config import SFTConfig
+from m2forge.sft.stage import run_sft
 from m2forge.tasks.digit import DIGITS
 from m2forge.tasks.task_set import Split
 from m2forge.text.message import Message, ToolCall, message_to_openai
+from m2forge.trials.config import TrialEvalConfig
+from m2forge.trials.report import TrialsReport
+from m2forge.trials.run import run_trials
 
 NUM_TRAIN, NUM_HELD_OUT = 400, 200
 NUM_BARE, NUM_WHOLE = 1500, 1500
 """Demonstrations without and with the description of the tool."""
 NUM_TOKENIZER_TEXTS = 300
 RIGHT_SHARE = 1 / 3
+NUM_DRAWS, NUM_EPOCHS = 8, 4
+"""Rejection sampling: attempts at each task, and passes over what was accepted."""
+ENGINE: dict[str, TomlValue] = {"num_blocks": 4096, "step_tokens": 1024, "max_running": 32, "max_context": 1024}
 DONE = "Done."
 COURSE = Course(
     Pages((*DIGITS, *ANIMALS, *COLOURS), num_items=(3, 5), num_lines=(3, 5), num_pages=6000), (), "demo-terminal.toml"
@@ -127,6 +139,65 @@ class TerminalDemo(Demo):
             settings += set_options(name="control", reward__shuffled=True)
         return run_rl(load(RLConfig, path, settings), self.runs)[1]
 
+    def reject(self) -> None:
+        """Rejection sampling: the network's own attempts that the tests accepted become demonstrations."""
+        agent = self.make_agent()
+        before = self._timed("before", lambda: self._trials(agent, "before"))
+        corpus = self._timed("sample", lambda: self._sample(agent))
+        again = self._timed("sft again", lambda: self._tune(agent, corpus))
+        after = self._timed("after", lambda: self._trials(again, "after"))
+        num_lines = len(corpus.read_text().splitlines())
+        summary = {"seconds": self.seconds, "before": before.all.solved, "after": after.all.solved}
+        write_atomic(self.runs / "rejection.json", json.dumps(summary | {"accepted": num_lines}) + "\n")
+        for name, rate in (("before", before.all), ("after", after.all)):
+            print(f"{name:10} {rate.solved:.1%} of {rate.num_tasks} held-out tasks (± {rate.solved_margin:.1%})")
+        num_tasks = self._scaled(NUM_TRAIN)
+        print(f"sampled    {NUM_DRAWS} attempts at each of {num_tasks} tasks, {num_lines} accepted and distinct")
+        print(f"seconds    {', '.join(f'{name} {passed_s:.0f}' for name, passed_s in self.seconds.items())}")
+
+    def _trials(self, model: Path, name: str) -> TrialsReport:
+        agent: dict[str, TomlValue] = {
+            "kind": "worker",
+            "command": [sys.executable, str(ROOT / "examples" / "task_agent.py"), "--shell"],
+            "budget": {"max_calls": 3},
+        }
+        trials: dict[str, TomlValue] = {
+            "tasks": [f"folders:{self._folders}"],
+            "num_tasks": self._scaled(NUM_HELD_OUT),
+            "num_trials": 1,
+            "agent": agent,
+            "verify": {"base_image": "host"},
+            "engine": {"num_threads": 1, "rollout": dict(ENGINE)},
+        }
+        data: dict[str, TomlValue] = {"model": str(model), "output": str(self.runs / name), "trials": trials}
+        return run_trials(build(TrialEvalConfig, data))
+
+    def _sample(self, model: Path) -> Path:
+        serve: list[TomlValue] = [f"rollout.{key}={value}" for key, value in ENGINE.items()]
+        policy: dict[str, TomlValue] = {
+            "folder": str(model),
+            "model": "policy",
+            "temperature": 1.0,
+            "max_tokens": 96,
+            "serve": serve,
+        }
+        distill: dict[str, TomlValue] = {
+            "folders": str(self._folders),
+            "teachers": ["policy"],
+            "num_draws": NUM_DRAWS,
+            "max_turns": 3,
+            "max_per_task": 1,
+            "base_image": "host",
+        }
+        shared: dict[str, TomlValue] = {"name": "distill", "seed": self.seed, "workers": 16}
+        data: dict[str, TomlValue] = {**shared, "models": {"policy": policy}, "distill": distill}
+        return run_pipeline(build(PipelineConfig, data), self.runs) / "trajectories.jsonl"
+
+    def _tune(self, model: Path, corpus: Path) -> Path:
+        settings = set_options(name="sft-again", model=str(model), seed=self.seed, lr__start=1e-3)
+        settings.append(f'data.sources=[{{path = "{corpus}", weight = {NUM_EPOCHS}}}]')
+        return run_sft(load(SFTConfig, CONFIGS / "sft" / COURSE.config, settings), self.runs)
+
     def note(self) -> str:
         dealt = " Rewards were dealt at random within each group: the control." if self.is_control else ""
         return (
@@ -155,13 +226,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A small network learns to use a shell from verdicts alone.")
     parser.add_argument("--runs", type=Path, default=Path("runs/demo-terminal"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--control", action="store_true", help="rewards are dealt at random")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--control", action="store_true", help="rewards are dealt at random")
+    ways.add_argument("--rejection", action="store_true", help="rejection sampling instead of RL")
     parser.add_argument("--scale", type=float, default=1.0, help="do less of everything: 0.1 is a tenth")
     args = parser.parse_args()
     if not 0 < args.scale <= 1:
         parser.error(f"--scale {args.scale}: give a number above 0, at most 1")
     try:
-        TerminalDemo(args.runs, args.seed, is_control=args.control, scale=args.scale).run()
+        demo = TerminalDemo(args.runs, args.seed, is_control=args.control, scale=args.scale)
+        demo.reject() if args.rejection else demo.run()
     except ConfigError as error:
         sys.exit(f"demo-terminal: error: {error}; --runs names another folder")
     except M2ForgeError as error:

@@ -16,16 +16,19 @@ import json
 import logging
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from m2forge.errors import ConfigError, EngineError, RunError, suggest
 from m2forge.http_client import BrokenOffError, HttpClient, Response, encode_json
-from m2forge.key import check_key
+from m2forge.key import check_key, make_key
 from m2forge.loop_thread import LoopThread
 from m2forge.pipelines.config import EndpointConfig
 from m2forge.pipelines.stage import Completion, Context, Messages
@@ -60,6 +63,7 @@ class EndpointError(EngineError):
 @dataclass(slots=True)
 class _Endpoint:
     config: EndpointConfig
+    url: str
     client: HttpClient
     num_failed: int = 0
     """Requests in a row that failed after all retries."""
@@ -76,11 +80,15 @@ class Completions:
         *,
         is_replay: bool = False,
         earlier: Sequence[Store] = (),
+        served: Mapping[str, "Served"] | None = None,
     ) -> None:
-        """`earlier`: stores of other runs, whose completions are copied when they are asked for."""
+        """`earlier`: stores of other runs, whose completions are copied when they are asked for. `served`: servers of
+        the models that have a folder."""
         self._earlier = tuple(earlier)
         self._models, self._store, self._loop, self._is_replay = models, store, loop, is_replay
-        self._endpoints = {} if is_replay else {name: _connect(name, config) for name, config in models.items()}
+        self._endpoints = (
+            {} if is_replay else {name: _connect(name, config, served or {}) for name, config in models.items()}
+        )
         self._guard, self._in_flight = threading.Lock(), dict[str, tuple[threading.Lock, int]]()
         self._stopped = threading.Event()
 
@@ -150,7 +158,7 @@ class Completions:
         """The completion, and the number of requests that it took."""
         config = endpoint.config
         if endpoint.num_failed >= MAX_FAILED:
-            raise EndpointError("endpoint down", f"{config.url}: the last {MAX_FAILED} completions failed")
+            raise EndpointError("endpoint down", f"{endpoint.url}: the last {MAX_FAILED} completions failed")
         reason, text = "", ""
         for number in range(config.max_retries + 1):
             if number and self._stopped.wait(min(MAX_DELAY_S, config.retry_s * 2 ** (number - 1))):
@@ -178,19 +186,58 @@ class Completions:
     def _failed(self, endpoint: _Endpoint, reason: str, text: str) -> EndpointError:
         endpoint.num_failed += 1
         if endpoint.num_failed == MAX_FAILED:
-            _log.error(
-                "%s: %d completions in a row failed; the items that need it fail", endpoint.config.url, MAX_FAILED
-            )
-        return EndpointError(reason, f"{endpoint.config.url}: {reason}: {text}")
+            _log.error("%s: %d completions in a row failed; the items that need it fail", endpoint.url, MAX_FAILED)
+        return EndpointError(reason, f"{endpoint.url}: {reason}: {text}")
 
 
-def _connect(name: str, config: EndpointConfig) -> _Endpoint:
+def _connect(name: str, config: EndpointConfig, served: Mapping[str, "Served"]) -> _Endpoint:
+    if config.url is None:
+        return _Endpoint(config, served[name].url, HttpClient(served[name].url, key=served[name].key))
     key = None
     if config.key_env is not None:
         if config.key_env not in os.environ:
             raise ConfigError(f"models.{name}.key_env: the environment variable {config.key_env} is not set")
         key = check_key(os.environ[config.key_env].strip(), config.key_env)
-    return _Endpoint(config, HttpClient(config.url, key=key))
+    return _Endpoint(config, config.url, HttpClient(config.url, key=key))
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    url: str
+    key: str = field(repr=False)
+
+
+@contextmanager
+def serve_folder(name: str, config: EndpointConfig, log_folder: Path) -> Iterator[Served]:
+    """Serve a model in a child process, which also ends with this thread. Raises what its last line says if it cannot
+    be served."""
+    assert config.folder is not None
+    key, log_path = make_key(), log_folder / f"{name}.log"
+    options = [word for setting in config.serve for word in ("--set", setting)]
+    command = ("serve", config.folder, "--port", "0", "--key-file", "/dev/stdin", *options)
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "m2forge.rl.child", str(os.getpid()), "m2forge", *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+        )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(f"{key}\n".encode())
+        process.stdin.close()
+        announced = process.stdout.readline().decode(errors="replace").rpartition(" on ")[2].strip()
+        if not announced.startswith("http"):
+            process.wait()
+            lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+            raise ConfigError(f"models.{name}.folder: {lines[-1] if lines else 'it could not be served'}")
+        yield Served(f"{announced}/v1", key)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 def _sampling(config: EndpointConfig) -> dict[str, JsonValue]:

@@ -18,20 +18,28 @@ from pydantic import Field, model_validator
 from m2forge.config import Config
 from m2forge.errors import suggest
 from m2forge.pipelines.swe.config import SweConfig
+from m2forge.sandbox.config import SandboxConfig
 from m2forge.tasks.config import VerifyConfig
+from m2forge.tasks.task_set import Split
 
 Count = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
-PIPELINES = ("questions", "swe")
+PIPELINES = ("questions", "swe", "distill")
 """Keys of `PipelineConfig` that name a pipeline."""
+SOLUTION = "solution"
+"""The teacher that runs a folder's own solution."""
 
 
 class EndpointConfig(Config):
-    """A model behind any endpoint with OpenAI's chat completions."""
+    """A model behind any endpoint with OpenAI's chat completions, or in a folder, which the run then serves itself."""
 
-    url: str = Field(pattern=r"^https?://")
+    url: Annotated[str, Field(pattern=r"^https?://")] | None = None
     """Base URL, such as http://127.0.0.1:8400/v1."""
+    folder: str | None = None
+    """Model folder, GGUF file or hub id that `m2forge serve` serves while the run needs it, instead of `url`."""
+    serve: tuple[str, ...] = ()
+    """Its settings, as KEY=VALUE of `m2forge serve --set`."""
     model: str = Field(min_length=1)
     """The model's name, a part of the key under which completions are stored."""
     key_env: str | None = None
@@ -48,6 +56,16 @@ class EndpointConfig(Config):
     completion; then the item is failed."""
     retry_s: Annotated[float, Field(gt=0)] = 1.0
     """Delay before the first retry; doubled before each further one, up to a minute."""
+
+    @model_validator(mode="after")
+    def _check_origin(self) -> Self:
+        if (self.url is None) == (self.folder is None):
+            raise ValueError("expected url or folder, and one of them")
+        if self.folder is None and self.serve:
+            raise ValueError("serve: settings of a server that `folder` starts; leave it out with url")
+        if self.folder is not None and self.key_env is not None:
+            raise ValueError("key_env: a server that `folder` starts has a key of its own; leave it out")
+        return self
 
 
 class QuestionsConfig(Config):
@@ -82,6 +100,61 @@ class QuestionsConfig(Config):
     verify: VerifyConfig = VerifyConfig()
 
 
+class ScaffoldConfig(Config):
+    """The variants of the scaffold around the teachers. Each attempt draws one of every list, so that a policy that
+    learns from them depends on none."""
+
+    tools: Annotated[tuple[str, ...], Field(min_length=1)] = ("shell",)
+    """Names of the tool that runs commands."""
+    descriptions: Annotated[tuple[str, ...], Field(min_length=1)] = ("Run a command.",)
+    """Descriptions of that tool."""
+    systems: Annotated[tuple[str, ...], Field(min_length=1)] = ("",)
+    """System prompts; an empty one is not sent."""
+    prompts: Annotated[tuple[str, ...], Field(min_length=1)] = ("{instruction}",)
+    """User messages; `{instruction}` stands for the task's."""
+    environments: Annotated[tuple[dict[str, str], ...], Field(min_length=1)] = ({},)
+    """Environment variables of the commands."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for prompt in self.prompts:
+            if "{instruction}" not in prompt:
+                raise ValueError(f"prompts: expected {{instruction}} in each, received {prompt!r}")
+        return self
+
+
+class DistillConfig(Config):
+    """Attempts of teachers at task folders become a corpus for SFT: `m2forge/pipelines/distill.py`."""
+
+    folders: str = Field(min_length=1)
+    """A task folder, or a folder that holds some at any depth."""
+    split: Split = "train"
+    num: Count = 10_000
+    """Number of folders; of fewer, all."""
+    teachers: Annotated[tuple[str, ...], Field(min_length=1)] = ("solution",)
+    """Who attempts the tasks, in turn: models of the table `models`, and `solution`, which runs the folder's own."""
+    num_draws: Count = 1
+    """Attempts at each task."""
+    scaffold: ScaffoldConfig = ScaffoldConfig()
+    max_turns: Count = 30
+    """Completions of one attempt."""
+    max_repeats: Count = 2
+    """An attempt that runs one command more often loops."""
+    max_per_task: Count = 2
+    """Accepted attempts at each task, the shortest first."""
+    threshold: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Jaccard similarity of the commands of two attempts at one task from which on the later one is a
+    near-duplicate."""
+    least: Share = 1.0
+    """Attempts with a lower perf are rejected."""
+    command_s: Annotated[float, Field(gt=0)] = 60.0
+    """Timeout of a command."""
+    base_image: str | None = None
+    """Image that stands for the base image of a folder that is not among those of `m2forge image list`, such as
+    `host`; None: such a folder ends the run."""
+    sandbox: SandboxConfig = SandboxConfig()
+
+
 class PipelineConfig(Config):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     """The run's name: its directory is runs/NAME."""
@@ -96,6 +169,7 @@ class PipelineConfig(Config):
     """Models that stages ask, by the name that the pipeline's table uses."""
     questions: QuestionsConfig | None = None
     swe: SweConfig | None = None
+    distill: DistillConfig | None = None
 
     @property
     def pipeline(self) -> str:
@@ -109,8 +183,13 @@ class PipelineConfig(Config):
             raise ValueError(
                 f"expected one of the tables {', '.join(PIPELINES)}, received {', '.join(found) or 'none'}"
             )
-        if self.questions is not None:
-            for name in filter(None, (self.questions.writer, self.questions.judge, *self.questions.teachers)):
-                if name not in self.models:
-                    raise ValueError(f"questions: no table models.{name}; {suggest(name, self.models)}")
+        for name in self._asked():
+            if name not in self.models:
+                raise ValueError(f"{found[0]}: no table models.{name}; {suggest(name, self.models)}")
         return self
+
+    def _asked(self) -> list[str]:
+        """The models that the pipeline's table names."""
+        if self.questions is not None:
+            return [name for name in (self.questions.writer, self.questions.judge, *self.questions.teachers) if name]
+        return [] if self.distill is None else [name for name in self.distill.teachers if name != SOLUTION]

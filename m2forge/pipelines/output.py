@@ -14,6 +14,7 @@ from m2forge.errors import DataError
 from m2forge.files import write_atomic
 from m2forge.pipelines.stage import Context, Item, Outcome, Rejection, SetStage
 from m2forge.records import JsonValue
+from m2forge.tasks.folders.export import folder_name
 from m2forge.tasks.folders.folder import CONFIG_NAME, FolderFile, read_files, write_folder
 
 
@@ -71,6 +72,34 @@ class WriteLines(SetStage):
             yield item
         # Text that a model wrote may contain lone surrogates.
         write_atomic(context.run_dir / self._path, "".join(lines).encode(errors="replace"))
+
+
+class WriteFiles(SetStage):
+    """Writes a JSON file per item."""
+
+    repeats: ClassVar[bool] = True
+
+    def __init__(
+        self, folder: str, document: Callable[[Item], Mapping[str, JsonValue]], *, name: str = "write-files"
+    ) -> None:
+        self.name, self._folder, self._document = name, folder, document
+
+    def process_all(self, items: Iterable[Item], context: Context) -> Iterator[Outcome]:
+        root = context.run_dir / self._folder
+        root.mkdir(exist_ok=True)
+        names = set()
+        for item in items:
+            name = f"{folder_name(item.id)}.json"
+            if name in names:
+                yield Rejection("name is taken", {"name": name})
+                continue
+            names.add(name)
+            text = json.dumps(self._document(item), ensure_ascii=False, indent=1) + "\n"
+            write_atomic(root / name, text.encode(errors="replace"))
+            yield item
+        for path in root.iterdir():
+            if path.name not in names:
+                _remove(path)
 
 
 def _require_task(name: str, files: Mapping[str, FolderFile]) -> None:

@@ -39,7 +39,7 @@ from m2forge.errors import ConfigError, M2ForgeError, RunError
 from m2forge.files import write_atomic
 from m2forge.loop_thread import LoopThread
 from m2forge.observe.progress import progress
-from m2forge.pipelines.completion import Completions, EndpointError
+from m2forge.pipelines.completion import Completions, EndpointError, serve_folder
 from m2forge.pipelines.config import PipelineConfig
 from m2forge.pipelines.stage import (
     Completion,
@@ -59,10 +59,10 @@ from m2forge.train.run_dir import hold_run, open_run
 
 T = TypeVar("T")
 STORE_FILE, YIELDS_FILE, SCRATCH_FOLDER = "pipeline.db", "yields.json", "scratch"
-COMMIT_S, NUM_COMMITTED = 0.5, 8192
+COMMIT_S, NUM_COMMITTED = 0.25, 2048
 """Outcomes are committed after this time, or this number."""
-YIELDS_S, YIELDS_SHARE = 2.0, 0.05
-"""How often `yields.json` is written while a stage runs, and the share of the time that this may take."""
+YIELDS_S = 2.0
+"""How often `yields.json` is written while a stage runs."""
 MUTABLE_KEYS = ("url", "key_env", "timeout_s", "max_retries", "retry_s")
 """Keys of a model that may change on resume."""
 PR_SET_PDEATHSIG = 1
@@ -109,6 +109,11 @@ def make_pipeline(config: PipelineConfig) -> Pipeline:
 
             assert config.swe is not None
             return pipeline.make_pipeline(config.swe)
+        case "distill":
+            from m2forge.pipelines import distill
+
+            assert config.distill is not None
+            return distill.make_pipeline(config.distill)
     raise ConfigError(f"no pipeline {config.pipeline!r}")
 
 
@@ -123,7 +128,9 @@ def run_stages(pipeline: Pipeline, config: PipelineConfig, run_dir: Path) -> lis
     with ExitStack() as stack:
         earlier = [stack.enter_context(Store(Path(path), is_read_only=True)) for path in config.completions]
         store, loop = stack.enter_context(Store(run_dir / STORE_FILE)), stack.enter_context(LoopThread("pipeline"))
-        completions = Completions(config.models, store, loop, is_replay=config.replay, earlier=earlier)
+        local = {name: model for name, model in config.models.items() if model.folder is not None and not config.replay}
+        served = {name: stack.enter_context(serve_folder(name, model, scratch)) for name, model in local.items()}
+        completions = Completions(config.models, store, loop, is_replay=config.replay, earlier=earlier, served=served)
         runner = _Runner(pipeline, config, run_dir, store, loop, completions)
         try:
             runner.run()
@@ -373,7 +380,7 @@ class _Runner:
     ) -> None:
         self._pipeline, self._num_workers, self._seed = pipeline, config.workers, config.seed
         self._run_dir, self._store, self._loop, self._completions = run_dir, store, loop, completions
-        self._next_yields_s = 0.0
+        self._written_s = 0.0
 
     def run(self) -> None:
         self._check_input()
@@ -402,8 +409,8 @@ class _Runner:
         self._store.set_fact("fingerprint", now)
 
     def _write_yields(self, *, is_finished: bool = False) -> None:
-        begun_s = time.monotonic()
-        if begun_s < self._next_yields_s and not is_finished:
+        now_s = time.monotonic()
+        if now_s - self._written_s < YIELDS_S and not is_finished:
             return
         stages = self.yields()
         found: dict[str, JsonValue] = {
@@ -412,8 +419,7 @@ class _Runner:
             "stages": [one.to_json() for one in stages],
         }
         write_atomic(self._run_dir / YIELDS_FILE, json.dumps(found, indent=1) + "\n")
-        now_s = time.monotonic()
-        self._next_yields_s = now_s + max(YIELDS_S, (now_s - begun_s) / YIELDS_SHARE)
+        self._written_s = now_s
 
     def _read_source(self) -> None:
         source, start = self._pipeline.source, int(self._store.fact("num_records", "0"))
