@@ -19,6 +19,7 @@ import os
 import random
 import shutil
 import signal
+import sqlite3
 import threading
 import time
 import traceback
@@ -134,6 +135,10 @@ def run_stages(pipeline: Pipeline, config: PipelineConfig, run_dir: Path) -> lis
         runner = _Runner(pipeline, config, run_dir, store, loop, completions)
         try:
             runner.run()
+        except sqlite3.Error as error:
+            raise RunError(
+                f"{run_dir / STORE_FILE}: {error}; make room or end what else uses it, then start the run again"
+            ) from error
         finally:
             completions.close()
         shutil.rmtree(scratch, ignore_errors=True)
@@ -404,7 +409,7 @@ class _Runner:
 
     def _check_input(self) -> None:
         now = self._pipeline.source.fingerprint()
-        if self._store.fact("fingerprint", now) != now:
+        if self._store.fact("num_records", "0") != "0" and self._store.fact("fingerprint", now) != now:
             raise ConfigError(f"{self._run_dir} was started with other input; start a run of another name")
         self._store.set_fact("fingerprint", now)
 

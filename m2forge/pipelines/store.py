@@ -16,7 +16,7 @@ import json
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -189,8 +189,13 @@ class Store:
             self._set_fact("num_records", str(start + len(records)))
 
     def commit(self, stage: int, processed: Sequence[Processed]) -> None:
-        with self._lock, self._connection:
-            self._insert(stage, processed)
+        """An outcome that is not JSON is a failure of its item."""
+        try:
+            with self._lock, self._connection:
+                self._insert(stage, processed)
+        except (TypeError, ValueError, RecursionError):
+            with self._lock, self._connection:
+                self._insert(stage, [_storable(stage, one) for one in processed])
 
     def replace(self, stage: int, processed: Sequence[Processed], digest: str) -> None:
         """Store the outcomes of a stage that maps all items at once; `digest`: that of its items. Of items that passed
@@ -294,6 +299,14 @@ class Store:
             self._connection.execute(query, (stage, path, f"{path}/", f"{path}0"))
 
 
+def _storable(stage: int, one: Processed) -> Processed:
+    try:
+        _outcome_row(stage, one), list(_made_rows(stage, one))
+    except (TypeError, ValueError, RecursionError) as error:
+        return replace(one, outcome=Failure("not JSON", {"error": f"{type(error).__name__}: {error}"}))
+    return one
+
+
 def _outcome_row(stage: int, one: Processed) -> tuple[str | int | float, ...]:
     match one.outcome:
         case Rejection(reason, evidence):
@@ -305,7 +318,7 @@ def _outcome_row(stage: int, one: Processed) -> tuple[str | int | float, ...]:
         case _:
             state, reason, evidence, num_made = "passed", "", {}, len(one.outcome)
     shown = json.dumps(evidence) if evidence else "{}"
-    return stage, one.path, one.id, state, reason, shown, num_made, one.num_cached, one.seconds
+    return stage, one.path, _plain(one.id), state, _plain(reason), shown, num_made, one.num_cached, one.seconds
 
 
 def _made_rows(stage: int, one: Processed) -> Iterator[tuple[int, str, str, str]]:
@@ -314,8 +327,13 @@ def _made_rows(stage: int, one: Processed) -> Iterator[tuple[int, str, str, str]
         case Rejection() | Failure():
             return
         case Item(id, data):
-            yield stage + 1, one.path, id, json.dumps(data)
+            yield stage + 1, one.path, _plain(id), json.dumps(data)
         case _:
             for number, made in enumerate(one.outcome):
                 id = f"{made.id}-{number}" if made.id == one.id else made.id
-                yield stage + 1, f"{one.path}/{number:04x}", id, json.dumps(made.data)
+                yield stage + 1, f"{one.path}/{number:06x}", _plain(id), json.dumps(made.data)
+
+
+def _plain(text: str) -> str:
+    """A text that SQLite can store: without lone surrogates."""
+    return text if text.isascii() else text.encode(errors="replace").decode()

@@ -1,11 +1,12 @@
 """Completions: asked once, stored before use, retried, replayed; whatever the endpoint sends."""
 
 import json
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,9 @@ def test_a_completion_is_asked_for_once(tmp_path: Path) -> None:
         with asking(tmp_path, endpoint.url, temperature=0.5) as asked:
             first, is_cached = asked.ask()
             assert (first.content, first.num_prompt, first.num_sampled, is_cached) == ("hello, 0", 7, 3, False)
+            # Committed before a stage receives it: another process sees it.
+            with closing(sqlite3.connect(tmp_path / "pipeline.db")) as connection:
+                assert connection.execute("SELECT COUNT(*) FROM completion").fetchone() == (1,)
             assert asked.ask() == (first, True)
             others = [asked.ask(draw=1), asked.ask("other"), asked.ask(temperature=0.7)]
             assert [found.content for found, _ in others] == ["hello, 1", "other, 2", "hello, 3"]

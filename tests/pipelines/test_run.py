@@ -235,6 +235,30 @@ def test_a_written_folder_is_repaired_and_names_are_taken_once(tmp_path: Path) -
         (tasks / ".n3.abc.partial").mkdir()
 
 
+def test_an_outcome_that_is_not_json_fails_its_item_alone(tmp_path: Path) -> None:
+    def odd(item: Item) -> Passed | Rejection:
+        if n_of(item) == 3:
+            return Rejection("odd", {"bytes": b""})  # type: ignore[dict-item]
+        if n_of(item) == 4:
+            return Item("\ud800", {"text": "\ud800"})
+        return item.adding(odd=b"x" if n_of(item) == 2 else "x")  # type: ignore[arg-type]
+
+    collected = Collected()
+    _, found, _ = run(tmp_path, Numbers(6), Rule("odd", odd), collected)
+    assert (found.num_passed, found.failed) == (3, {"not JSON": 2})
+    assert [item.id for item in collected.found] == ["n1", "?", "n5"]
+    assert collected.found[1].data == {"text": "\ud800"}
+
+
+def test_a_damaged_store_is_one_message(tmp_path: Path) -> None:
+    def fill(item: Item) -> Passed:
+        sqlite3.connect(tmp_path / "pipeline.db").execute("DROP TABLE outcome")
+        return item
+
+    with pytest.raises(RunError, match=r"pipeline\.db: no such table: outcome; make room"):
+        run(tmp_path, Numbers(2), Rule("fill", fill))
+
+
 def test_stages_that_cannot_go_on_end_the_run(tmp_path: Path) -> None:
     class Short(Collected):
         def process_all(self, items: Iterable[Item], context: Context) -> Iterator[Outcome]:
@@ -279,6 +303,8 @@ def stored(folder: Path) -> set[str]:
 def test_a_killed_run_resumes_to_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     program: Any = importlib.import_module("pipelines_program")
+    # Only the killed processes have worker processes: the files do not depend on it.
+    monkeypatch.setattr(program.Digest, "runs_in", "main")
 
     def respond(body: dict[str, Any], number: int) -> tuple[int, bytes]:
         time.sleep(0.002)
