@@ -12,8 +12,9 @@ from m2forge.tasks.folders.folder import read_folder
 from m2forge.tasks.folders.lint import lint
 from tests.pipelines.endpoint import completion, serving
 
+HELD_OUT = {"split": "held_out"}
 TASKS: list[dict[str, Any]] = [
-    {"id": "sum", "instruction": "Add the numbers 2 and 3.", "verifier": {"numeric": 5}, "reference": "5"},
+    {"id": "sum", "instruction": "Add the numbers 2 and 3.", "verifier": {"numeric": 5}, "reference": "5", **HELD_OUT},
     {"id": "sum-again", "instruction": "Add the numbers 2 and 3!", "verifier": {"numeric": 5}, "reference": "5"},
     {"id": "city", "instruction": "Name the capital of France.", "verifier": {"exact": "Paris"}, "reference": "Paris"},
     {"id": "short", "instruction": "Go on.", "verifier": {"exact": "on"}, "reference": "on"},
@@ -93,7 +94,7 @@ def test_models_rewrite_score_and_answer_and_are_replayed(tmp_path: Path, capsys
     assert names == ["tasks-city", "tasks-city-v1", "tasks-short-v1", "tasks-sum", "tasks-sum-v1"]
     # A variant stays in the split of its task.
     splits = {name: read_folder(run_dir / "tasks" / name).provenance.split for name in names}
-    assert splits["tasks-sum"] == splits["tasks-sum-v1"]
+    assert splits["tasks-sum"] == splits["tasks-sum-v1"] == "held_out"
     words = ["pipeline", str(config), "--runs", str(runs), "--set", "name=again", "--set", "replay=true"]
     stores = f'completions=["{run_dir}/pipeline.db"]'
     assert main([*words, "--set", stores]) == 0

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from m2forge.errors import ConfigError, M2ForgeError, RunError
+from m2forge.errors import ConfigError, DataError, M2ForgeError, RunError
 from m2forge.pipelines.config import PipelineConfig, QuestionsConfig
 from m2forge.pipelines.output import WriteFolders, WriteLines
 from m2forge.pipelines.run import render, run_stages
@@ -33,7 +33,7 @@ from m2forge.pipelines.stage import (
     Source,
     Stage,
 )
-from m2forge.pipelines.store import StageYield
+from m2forge.pipelines.store import Processed, StageYield, Store
 from m2forge.tasks.folders.folder import FolderFile
 from tests.pipelines.endpoint import completion, serving
 
@@ -235,13 +235,42 @@ def test_a_written_folder_is_repaired_and_names_are_taken_once(tmp_path: Path) -
         (tasks / ".n3.abc.partial").mkdir()
 
 
+def test_a_source_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("m2forge.pipelines.run.NUM_COMMITTED", 5)
+
+    class Broken(Numbers):
+        def read(self, context: Context) -> Iterator[Item | Rejection]:
+            for number, record in enumerate(super().read(context)):
+                if number == 17:
+                    raise DataError("the disk was pulled out")
+                yield record
+
+    with pytest.raises(DataError, match="pulled out"):
+        run(tmp_path, Broken(30), Each("fan", fan))
+    collected = Collected()
+    numbers, *_ = run(tmp_path, Numbers(30), Each("fan", fan), collected)
+    assert (numbers.num_in, numbers.num_passed, numbers.rejected) == (30, 27, {"tenth": 3})
+    whole = Collected()
+    run(tmp_path / "whole", Numbers(30), Each("fan", fan), whole)
+    assert collected.found == whole.found
+
+
+def test_a_lost_outcome_is_noticed(tmp_path: Path) -> None:
+    with Store(tmp_path / "pipeline.db") as store:
+        store.add_records(0, [Item("a", {}), Item("b", {})], 0.0)
+        store.check(0, "source")
+        store.commit(1, [Processed("00000000", "a", Rejection("no"))])
+        with pytest.raises(RunError, match=r"2 items in, 0 passed \+ 1 rejected \+ 0 failed"):
+            store.check(1, "stage")
+
+
 def test_an_outcome_that_is_not_json_fails_its_item_alone(tmp_path: Path) -> None:
     def odd(item: Item) -> Passed | Rejection:
         if n_of(item) == 3:
-            return Rejection("odd", {"bytes": b""})  # type: ignore[dict-item]
+            return Rejection("odd", {"bytes": b""})
         if n_of(item) == 4:
             return Item("\ud800", {"text": "\ud800"})
-        return item.adding(odd=b"x" if n_of(item) == 2 else "x")  # type: ignore[arg-type]
+        return item.adding(odd=b"x" if n_of(item) == 2 else "x")
 
     collected = Collected()
     _, found, _ = run(tmp_path, Numbers(6), Rule("odd", odd), collected)
