@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 from m2forge.config import Config
 from m2forge.errors import suggest
 from m2forge.pipelines.swe.config import SweConfig
+from m2forge.pipelines.terminal.config import TerminalConfig
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.tasks.config import VerifyConfig
 from m2forge.tasks.task_set import Split
@@ -25,7 +26,7 @@ from m2forge.tasks.task_set import Split
 Count = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
-PIPELINES = ("questions", "swe", "distill")
+PIPELINES = ("questions", "swe", "terminal", "distill")
 """Keys of `PipelineConfig` that name a pipeline."""
 SOLUTION = "solution"
 """The teacher that runs a folder's own solution."""
@@ -169,6 +170,7 @@ class PipelineConfig(Config):
     """Models that stages ask, by the name that the pipeline's table uses."""
     questions: QuestionsConfig | None = None
     swe: SweConfig | None = None
+    terminal: TerminalConfig | None = None
     distill: DistillConfig | None = None
 
     @property
@@ -192,4 +194,7 @@ class PipelineConfig(Config):
         """The models that the pipeline's table names."""
         if self.questions is not None:
             return [name for name in (self.questions.writer, self.questions.judge, *self.questions.teachers) if name]
+        if self.terminal is not None:
+            solver = self.terminal.solver
+            return [name for name in (self.terminal.repair_model, None if solver is None else solver.model) if name]
         return [] if self.distill is None else [name for name in self.distill.teachers if name != SOLUTION]

@@ -110,6 +110,11 @@ def make_pipeline(config: PipelineConfig) -> Pipeline:
 
             assert config.swe is not None
             return pipeline.make_pipeline(config.swe)
+        case "terminal":
+            from m2forge.pipelines.terminal import pipeline as terminal
+
+            assert config.terminal is not None
+            return terminal.make_pipeline(config.terminal)
         case "distill":
             from m2forge.pipelines import distill
 

@@ -1,0 +1,1 @@
+"""Terminal-Gym: questions about the command line become verified task folders."""

@@ -1,0 +1,78 @@
+"""The table `[terminal]` of `m2forge pipeline`: questions about the command line become task folders.
+
+name = "terminal"
+
+[terminal]
+posts = "Posts.xml"
+"""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from m2forge.config import Config
+from m2forge.sandbox.config import SandboxConfig
+
+Count = Annotated[int, Field(gt=0)]
+
+TAGS = (
+    *("bash", "shell", "sh", "zsh", "linux", "unix", "command-line", "terminal", "shell-script", "coreutils", "gnu"),
+    *("awk", "sed", "grep", "find", "xargs", "cut", "sort", "uniq", "join", "paste", "comm", "diff", "patch", "tr"),
+    *("head", "tail", "wc", "split", "tac", "rev", "fold", "fmt", "expand", "column", "seq", "date", "touch", "du"),
+    *("tar", "gzip", "zcat", "zip", "chmod", "permissions", "file-permissions", "ln", "symlink", "symbolic-link"),
+    *("cp", "mv", "rm", "mkdir", "rename", "files", "filenames", "directory", "directories", "directory-structure"),
+    *("text-processing", "csv", "json", "log", "logs", "regex", "checksum", "base64", "perl", "git", "scripting"),
+)
+
+
+class SolverConfig(Config):
+    """The reference solver whose pass rate decides which variant of a task is written."""
+
+    model: str | None = None
+    """A key of `models`: the model is asked for a bash script."""
+    command: str | None = None
+    """A shell command in the sandbox of an attempt, which reads the instruction from standard input."""
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if (self.model is None) == (self.command is None):
+            raise ValueError("expected one of model and command")
+        return self
+
+
+class TerminalConfig(Config):
+    posts: str | None = None
+    """Path of Posts.xml of a Stack Exchange dump, plain or compressed by gzip, bzip2 or xz."""
+    eg: str | None = None
+    """Path of the package eg from PyPI: its archive, or the folder with its examples."""
+    intercode: str | None = None
+    """Path of the package intercode-bench from PyPI: its wheel, or `bash_queries.json`."""
+    tags: tuple[str, ...] = TAGS
+    """A question of a dump needs one of these."""
+    min_score: int = 3
+    """Least score of a question of a dump."""
+    min_characters: Count = 80
+    """Least length of a question's text, the title included."""
+    max_characters: Count = 6000
+    """Greatest length of a question, and of its answer."""
+    max_commands: Count = 12
+    """Most commands of an answer; more is not moderate."""
+    hints: Annotated[int, Field(ge=0, le=3)] = 1
+    """Hints of the written variant if there is no solver: 0: none, 1: formats, 2: also commands, 3: also flags."""
+    repair_model: str | None = None
+    """A key of `models`: is asked to repair an answer that the rules could not."""
+    max_repairs: Count = 2
+    """Requests to `repair_model` for one question."""
+    solver: SolverConfig | None = None
+    timeout_s: Annotated[float, Field(gt=0)] = 20.0
+    """Time limit of an answer."""
+    base_image: str = "host"
+    """Image for the sandboxes in which answers and written folders are tried."""
+    sandbox: SandboxConfig = SandboxConfig()
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        given = [name for name in ("posts", "eg", "intercode") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"expected one of posts, eg and intercode, received {', '.join(given) or 'none'}")
+        return self
