@@ -67,7 +67,8 @@ class SandboxConfig(Config):
     """Where written files are: in memory, or in a file system of that size on disk, which needs root and a loop
     device."""
     max_disk_bytes: Count = 2 << 30
-    """Limit on all written files together, and on each; with `podman` and `docker` on each only."""
+    """Limit on all written files together, and on each; with `podman` and `docker` on each only. Files in memory
+    (`upper`) also have at most seven eighths of `max_memory_bytes`, where a cgroup limits that."""
     max_inodes: Count = 1 << 18
     """Limit on the number of written files, with `namespace`."""
     max_cpus: Annotated[float, Field(gt=0)] | None = None

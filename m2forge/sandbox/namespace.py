@@ -159,7 +159,11 @@ class NamespaceSandbox(InitSandbox):
             ids = (user, group, os.geteuid(), os.getegid(), 1)
         binds = [*image.binds, *((path, path) for path in _present("folders", config.folders))]
         binds += [(f"+{path}", path) for path in _present("devices", config.devices)]
-        sizes = (config.max_disk_bytes, config.max_inodes, min(_SHM_BYTES, config.max_disk_bytes))
+        max_bytes = config.max_disk_bytes
+        if plan.has_memory and config.max_memory_bytes is not None and config.upper == "memory":
+            # Files that fill the memory of the sandbox would leave none for the command that removes them.
+            max_bytes = min(max_bytes, config.max_memory_bytes * 7 // 8)
+        sizes = (max_bytes, config.max_inodes, min(_SHM_BYTES, max_bytes))
         return self._setup_frame(ids, "sandbox", self._disk, sizes, image.layers, binds, plan)
 
     def _takes_oom_kill(self) -> bool:

@@ -20,6 +20,8 @@ from tests.rl.test_own_tasks import CODE, make_run, write_folders
 from tests.sandbox.places import require
 
 NUM_KILLS = NUM_FOLDERS = 50
+NUM_STEPS = 120
+"""So many that a fast machine does not end the run before the last kill."""
 VICTIMS = ("loop", "gateway", "sampler", "trainer", "agent", "agent", "sandbox", "sandbox", "verifier")
 LIMIT_S = 1800.0
 
@@ -29,7 +31,7 @@ def test_fifty_kills_lose_no_attempt_and_leave_no_sandbox(tmp_path: Path) -> Non
     require("namespace")
     (tmp_path / "my_code.py").write_text(CODE)
     write_folders(tmp_path / "folders", [f"word{number}" for number in range(NUM_FOLDERS)])
-    config = make_run(make_model(tmp_path / "scene"), tmp_path, "folders", num_steps=NUM_KILLS, eval={"num_tasks": 0})
+    config = make_run(make_model(tmp_path / "scene"), tmp_path, "folders", num_steps=NUM_STEPS, eval={"num_tasks": 0})
     run_dir, log, until_s = tmp_path / config.name, tmp_path / "loop.log", time.monotonic() + LIMIT_S
     victims = _victims(random.Random(0))
     is_over = False
