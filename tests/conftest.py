@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 
 from tests.cost import Cost, cost_of, run_order
-from tests.schedule import WaitingApart
+from tests.schedule import WaitingApart, is_waiter, is_waiting
 
 MAX_S = 240
 """What a test of `make test` may take: one that waits for ever fails then, with the place where it waits."""
@@ -70,10 +70,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         signal.signal(signal.SIGALRM, before)
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Without this a fast run would import the files whose tests it leaves out."""
-    is_left_out = FAST and collection_path.name.startswith("test_") and cost_of(collection_path) != Cost.LIGHT
-    return True if is_left_out else None
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A process imports only the files whose tests it may run."""
+    if not collection_path.name.startswith("test_"):
+        return None
+    is_left_out = FAST and cost_of(collection_path) != Cost.LIGHT
+    return True if is_left_out or (is_waiter(config.args) and not is_waiting(collection_path)) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,5 +1,9 @@
 """Which worker runs which files: two compute, and a third runs only files whose tests wait for most of their time."""
 
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
@@ -30,9 +34,34 @@ WAITING = (
 WAITER = "gw2"
 """The worker that runs these files, if there is one of this name, and then ends: a third that computed would slow the
 other two down. They run what it has not begun when they have nothing else left."""
+TESTS = Path(__file__).parent
+
+
+def is_waiter(arguments: Sequence[str]) -> bool:
+    """Whether this process runs `WAITING` alone and need not import the other files, half of what a worker imports.
+    `arguments`: what pytest collects; every worker collects files and folders that are named one by one."""
+    return os.environ.get("PYTEST_XDIST_WORKER") == WAITER and [Path(each).absolute() for each in arguments] == [TESTS]
+
+
+def is_waiting(path: Path) -> bool:
+    return path.is_relative_to(TESTS) and path.relative_to(TESTS.parent).as_posix() in WAITING
 
 
 class WaitingApart(LoadFileScheduling):  # type: ignore[misc]
+    def _check_nodes_have_same_collection(self) -> bool:
+        collections = self.registered_collections
+        waiter = next((node for node in collections if node.gateway.id == WAITER), None)
+        others = [tests for node, tests in collections.items() if node is not waiter]
+        if waiter is not None and others:
+            # Of the others' tests it collects a part. The first collection is the one that is scheduled.
+            part = collections.pop(waiter)
+            waiting = [test for test in others[0] if self._split_scope(test) in WAITING]
+            is_same = super()._check_nodes_have_same_collection()
+            collections[waiter] = part
+            if sorted(part) == sorted(waiting):
+                return bool(is_same)
+        return bool(super()._check_nodes_have_same_collection())
+
     def _assign_work_unit(self, node: WorkerController) -> None:
         is_waiter = node.gateway.id == WAITER
         waiting = [file for file in WAITING if file in self.workqueue]

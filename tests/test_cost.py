@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.cost import ROOT, Cost, cost_of, run_order
-from tests.schedule import WAITING
+from tests.schedule import WAITER, WAITING, is_waiter, is_waiting
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,15 @@ def test_files_that_wait_and_files_that_compute_alternate(tmp_path: Path) -> Non
 
 def test_every_file_that_waits_is_there() -> None:
     assert [file for file in WAITING if not (ROOT / file).is_file()] == []
+
+
+def test_the_waiting_worker_collects_its_own_files_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", WAITER)
+    monkeypatch.chdir(ROOT)
+    assert is_waiter(["tests"])
+    assert is_waiter([str(ROOT / "tests")])
+    assert not is_waiter([WAITING[0]])
+    assert is_waiting(ROOT / WAITING[0])
+    assert not is_waiting(Path(__file__))
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw1")
+    assert not is_waiter(["tests"])

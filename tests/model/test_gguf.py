@@ -34,13 +34,21 @@ class SmolLM2:
     """The tokenizer that transformers reads from the file."""
 
 
+def read_as_array(reader: Callable[[str], gguf.GGUFReader], path: str) -> gguf.GGUFReader:
+    """The reader slices its file once for each of 100,000 strings; slices of a `memmap` run Python code each time."""
+    memmap = np.memmap
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np, "memmap", lambda path, mode: np.asarray(memmap(path, mode=mode)))
+        return reader(path)
+
+
 @pytest.fixture(scope="module")
 def smollm2() -> Generator[SmolLM2, None, None]:
     path = smollm2_path()
     # The library takes seconds to index the file, which is only read: once for transformers instead of four times. And
     # it makes its table of public names once instead of for each of transformers' modules.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
+        patch.setattr(gguf, "GGUFReader", functools.cache(functools.partial(read_as_array, gguf.GGUFReader)))
         patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
         yield SmolLM2(path, AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name))
 
