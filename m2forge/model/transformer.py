@@ -45,6 +45,9 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
+    def reset_parameters(self) -> None:
+        """Draws nothing: weights are loaded, or drawn by `Transformer.init_weights`."""
+
 
 def pack_weights(network: nn.Module, *others: Tensor) -> None:
     """Pack the weights of a serving network's linear layers, and `others`; call it again after every weight update."""
