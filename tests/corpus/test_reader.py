@@ -158,8 +158,9 @@ def test_readers_after_one_another_read_every_token_once(web: list[int], code: l
         write(Path(folder), {"web": web, "code": code})
         read: dict[int, list[tuple[int, int]]] = {0: [], 1: []}
         last: ReaderState | None = None
-        # The last reader takes what is left.
-        for (context, pack_tokens), num_packs, mixture in [*phases, ((7, 9), 1000, {"web": 0.5, "code": 0.5})]:
+        # The last reader takes what is left, and some of it again.
+        rest = ((7, 9), 20 + sum(web) + sum(code), {"web": 0.5, "code": 0.5})
+        for (context, pack_tokens), num_packs, mixture in [*phases, rest]:
             settings = {"context": context, "pack_tokens": pack_tokens, "seed": 3, "mixture": mixture}
             reader = CorpusReader(Path(folder), **settings, after=last)  # type: ignore[arg-type]
             for index in range(num_packs):

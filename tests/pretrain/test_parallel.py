@@ -17,6 +17,7 @@ import torch
 from m2forge import cli
 from m2forge.config import dump
 from m2forge.observe.metrics import read_metrics
+from m2forge.pretrain.config import PretrainConfig
 from m2forge.pretrain.stage import run_pretrain
 from tests.forked import start
 from tests.pretrain.small import make_config, write_corpus
@@ -55,19 +56,26 @@ def run_rank(rank: int, port: int, arguments: list[str]) -> None:
     sys.exit(cli.main(arguments))
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PretrainConfig]:
+    """The runs of one process, and their configuration."""
+    runs = tmp_path_factory.mktemp("alone")
+    config = make_config(write_corpus(runs / "corpus"))
+    # FSDP adds no modules.
+    config = config.model_copy(update={"name": "alone", "phases": config.phases[:2]})
+    run_pretrain(config, runs)
+    return runs, config
+
+
 @pytest.mark.parametrize(("parallel", "start_both"), [("data", forked), ("fsdp", under_torchrun)])
 def test_two_processes_train_what_one_would(
-    parallel: str, start_both: Callable[[list[str]], None], tmp_path: Path
+    parallel: str, start_both: Callable[[list[str]], None], alone: tuple[Path, PretrainConfig], tmp_path: Path
 ) -> None:
-    corpus = write_corpus(tmp_path / "corpus")
-    alone = make_config(corpus)
-    # FSDP adds no modules.
-    alone = alone.model_copy(update={"name": "alone", "phases": alone.phases[:2]})
-    run_pretrain(alone, tmp_path)
-    machine = alone.train.machine.model_copy(update={"parallel": parallel})
-    train = alone.train.model_copy(update={"machine": machine})
-    config = alone.model_copy(update={"name": parallel, "train": train})
+    expected, config = alone
+    machine = config.train.machine.model_copy(update={"parallel": parallel})
+    train = config.train.model_copy(update={"machine": machine})
+    config = config.model_copy(update={"name": parallel, "train": train})
     (tmp_path / "config.toml").write_text(dump(config))
     start_both(["pretrain", str(tmp_path / "config.toml"), "--runs", str(tmp_path)])
-    assert losses(tmp_path / parallel) == pytest.approx(losses(tmp_path / "alone"), rel=TOLERANCE)
+    assert losses(tmp_path / parallel) == pytest.approx(losses(expected / "alone"), rel=TOLERANCE)
     assert (tmp_path / parallel / "model").is_dir()

@@ -42,12 +42,20 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def test_all_phases_run_and_report(corpus: Path, tmp_path: Path) -> None:
-    model = load_model(run_pretrain(make_config(corpus), tmp_path))
+@pytest.fixture(scope="module")
+def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the finished run of `make_config`, which no test changes."""
+    folder = tmp_path_factory.mktemp("runs")
+    assert run_pretrain(make_config(corpus), folder) == folder / "small" / "model"
+    return folder
+
+
+def test_all_phases_run_and_report(runs: Path) -> None:
+    model = load_model(runs / "small" / "model")
     assert len(model.mtp) == 3
     assert model.config.max_context == 64
-    assert (tmp_path / "small").stat().st_mode & 0o777 == 0o700
-    steps = read_metrics(tmp_path / "small" / "metrics.jsonl")
+    assert (runs / "small").stat().st_mode & 0o777 == 0o700
+    steps = read_metrics(runs / "small" / "metrics.jsonl")
     assert [step.step for step in steps] == list(range(1, 23))
     first, last = steps[0].values, steps[-1].values
     assert {"loss/code", "loss/web", "mtp_loss/1", "grad_norm", "grad_norm/layer_1", "max_vio", "mfu"} <= first.keys()
@@ -78,19 +86,19 @@ def test_frozen_phase_trains_the_modules_alone(corpus: Path, tmp_path: Path) -> 
     assert not torch.equal(state["mtp.0.projection.weight"], state["mtp.1.projection.weight"])
 
 
-def test_checkpoints_are_kept_to_the_number_asked(corpus: Path, tmp_path: Path) -> None:
-    run_pretrain(make_config(corpus), tmp_path)
-    names = sorted(path.name for path in (tmp_path / "small" / "checkpoints").iterdir())
+def test_checkpoints_are_kept_to_the_number_asked(runs: Path) -> None:
+    names = sorted(path.name for path in (runs / "small" / "checkpoints").iterdir())
     assert names == ["step-00000020", "step-00000022"]
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_stopping_after_any_step_changes_no_bit(
-    corpus: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, runs: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = make_config(corpus).model_dump(mode="json", exclude_none=True)["train"]
     config = make_config(corpus, train=data | {"optimizer": {"kind": kind}})
-    whole = load_model(run_pretrain(config, tmp_path / "whole"))
+    is_finished = config.train == make_config(corpus).train
+    whole = load_model(runs / "small" / "model" if is_finished else run_pretrain(config, tmp_path / "whole"))
     from m2forge.train.loop import TrainLoop
 
     original, left = TrainLoop.step, [0]
@@ -247,16 +255,16 @@ def test_killed_runs_end_in_the_same_weights(corpus: Path, tmp_path: Path) -> No
     assert [json.loads(line)["step"] for line in lines][-1] == 22
 
 
-def test_a_changed_configuration_is_refused_on_resume(corpus: Path, tmp_path: Path) -> None:
+def test_a_changed_configuration_is_refused_on_resume(corpus: Path, runs: Path, tmp_path: Path) -> None:
     config = make_config(corpus)
-    run_pretrain(config, tmp_path)
+    shutil.copytree(runs / "small", tmp_path / "small")
     with pytest.raises(ConfigError, match="was started with seed = 0, now it is 1"):
         run_pretrain(config.model_copy(update={"seed": 1}), tmp_path)
 
 
-def test_a_finished_run_goes_on_with_phases_that_are_added(corpus: Path, tmp_path: Path) -> None:
+def test_a_finished_run_goes_on_with_phases_that_are_added(corpus: Path, runs: Path, tmp_path: Path) -> None:
     config = make_config(corpus)
-    whole = load_model(run_pretrain(config, tmp_path / "whole"))
+    whole = load_model(runs / "small" / "model")
     run_pretrain(config.model_copy(update={"phases": config.phases[:2]}), tmp_path / "parts")
     assert_same_weights(load_model(run_pretrain(config, tmp_path / "parts")), whole)
 

@@ -211,8 +211,9 @@ def wait_for_moment(
         time.sleep(POLL_S)
         last = read_last_step(run_dir / "metrics.jsonl")
         step = 0 if last is None else last.step
-        is_there = step == last_step or name in processes(loop.pid)
-        if until_s == math.inf and step >= due_step and is_there:
+        if until_s < math.inf or step < due_step:
+            continue
+        if step == last_step or name in processes(loop.pid):
             until_s = time.monotonic() + (gap_s if step < last_step else gap_s / 3)
     return loop.poll() is None
 

@@ -99,7 +99,9 @@ def wait_for_steps(
     while True:
         assert loop.poll() is None, "the run has ended"
         assert time.monotonic() < until_s, "the run makes no step"
-        last, found = read_last_step(metrics), processes(loop.pid)
-        if last is not None and last.step >= num_steps and names <= found.keys() and not found.items() & gone.items():
-            return found
+        last = read_last_step(metrics)
+        if last is not None and last.step >= num_steps:
+            found = processes(loop.pid)
+            if names <= found.keys() and not found.items() & gone.items():
+                return found
         time.sleep(POLL_S)

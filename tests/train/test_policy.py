@@ -61,7 +61,7 @@ def test_a_step_over_trees_is_a_step_over_independent_rows(
     assert_same_step(model, trees, config, router_bias)
 
 
-@settings(max_examples=200 if LONG else 6)
+@settings(max_examples=200 if LONG else 4)
 @given(
     trees=forests(ids=(3, 701, 88, 1023, 412)),
     loss=st.sampled_from(("cispo", "ppo_clip")),
