@@ -34,6 +34,21 @@ WAITING = (
 WAITER = "gw2"
 """The worker that runs these files, if there is one of this name, and then ends: a third that computed would slow the
 other two down. They run what it has not begun when they have nothing else left."""
+IMPORTING = (
+    "tests/model/test_checkpoint.py",
+    "tests/model/test_gguf.py",
+    "tests/model/test_transformer.py",
+    "tests/model/test_parity.py",
+    "tests/model/test_plan.py",
+    "tests/model/test_convert.py",
+    "tests/model/test_tree_plan.py",
+    "tests/model/test_fp8.py",
+    "tests/train/test_loss.py",
+    "tests/test_benchmarks.py",
+)
+"""Files whose tests load the networks of transformers or torch's compiler, which takes seconds in every process."""
+IMPORTER = "gw0"
+"""The worker that runs these files, before all others. Another runs one of them only when it has nothing else left."""
 TESTS = Path(__file__).parent
 
 
@@ -66,6 +81,10 @@ class WaitingApart(LoadFileScheduling):  # type: ignore[misc]
         is_waiter = node.gateway.id == WAITER
         waiting = [file for file in WAITING if file in self.workqueue]
         wanted = waiting if is_waiter else [file for file in self.workqueue if file not in waiting]
+        importing = [file for file in IMPORTING if file in wanted]
+        if importing and not is_waiter:
+            others = [file for file in wanted if file not in importing]
+            wanted = importing + others if node.gateway.id == IMPORTER else others + importing
         if wanted:
             self.workqueue.move_to_end(wanted[0], last=False)
         elif is_waiter:

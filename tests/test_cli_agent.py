@@ -24,7 +24,7 @@ from m2forge.rl.eval import EvalResult
 from m2forge.tasks.jsonl_family import JsonlFamily
 from m2forge.tasks.task_set import split_by_hash
 from tests.gateway.dialogue import chatml
-from tests.gateway.live import live
+from tests.gateway.live import check_recorded, live, num_new_tokens
 from tests.model.draw import SMALL
 
 ROOT = Path(__file__).parent.parent
@@ -83,7 +83,8 @@ def test_its_configuration_draws_every_kind_of_file_task(
 def test_mini_swe_agent_sends_what_demonstrations_hold(
     generator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent of the configuration, unmodified; the model says what the demonstration says, in many more tokens."""
+    """The agent of the configuration, unmodified; the model says what the demonstration says, in many more tokens, and
+    each is recorded as the engine saw or drew it."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     agent = load(RLConfig, CONFIG).agent
     assert isinstance(agent, CommandAgentConfig)
@@ -95,10 +96,13 @@ def test_mini_swe_agent_sends_what_demonstrations_hold(
     answers = [index for index, message in enumerate(shown) if message.role == "assistant"]
     workspace = Workspaces(tmp_path / "workspaces").open("attempt", task)
     with live(format, [shown[index] for index in answers], tools=[generator.BASH]) as gateway:
-        _, key = gateway.episode()
+        episode, key = gateway.episode()
         job = Job("attempt", task, Endpoint(gateway.url, key), (), workspace)
         asyncio.run(CommandAgent(agent).attempt(job))
         sent = [format.tokenizer.decode(list(ids)) for ids, _ in gateway.engine.seen()]
+        check_recorded(gateway, episode)
+        assert gateway.counts.num_encoded == num_new_tokens(format, gateway.engine.seen())
+        assert not any(episode.num_divergences.values())
     rendered = [format.render(shown[:index], [generator.BASH], generation=True).ids for index in answers]
     assert sent == [format.tokenizer.decode(list(ids)) for ids in rendered]
     assert perf(family, task, workspace) == 1.0

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.cost import ROOT, Cost, cost_of, run_order
-from tests.schedule import WAITER, WAITING, is_waiter, is_waiting
+from tests.schedule import IMPORTING, WAITER, WAITING, is_waiter, is_waiting
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,10 @@ def test_files_that_wait_and_files_that_compute_alternate(tmp_path: Path) -> Non
     assert [path.name for path in sorted(keys, key=lambda path: keys[path])] == ["p1", "n1", "p2", "n2", "l1"]
 
 
-def test_every_file_that_waits_is_there() -> None:
-    assert [file for file in WAITING if not (ROOT / file).is_file()] == []
+def test_every_scheduled_file_is_there_once() -> None:
+    scheduled = [*WAITING, *IMPORTING]
+    assert [file for file in scheduled if not (ROOT / file).is_file()] == []
+    assert len({*scheduled}) == len(scheduled)
 
 
 def test_the_waiting_worker_collects_its_own_files_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The real mini-swe-agent, LiteLLM inside, runs unmodified against the gateway."""
+"""The real mini-swe-agent, LiteLLM inside, runs unmodified against the gateway. (In ChatML: test_cli_agent.py.)"""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from m2forge.text.message import Message
 from tests.agents.program import run_example, says, tool
-from tests.gateway.dialogue import FORMATS, call
+from tests.gateway.dialogue import call
 
 # It fetches no prices, tells nobody, keeps its settings in the workspace, and gives up at the first error.
 ENV = {
@@ -21,11 +21,10 @@ LAST = Message("assistant", "", "Done.", (call("bash", command=SUBMIT),))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format_name", FORMATS)
-def test_mini_swe_agent_is_recorded_token_for_token(format_name: str, tmp_path: Path) -> None:
+def test_mini_swe_agent_is_recorded_token_for_token(tmp_path: Path) -> None:
     answer = run_example(
         "mini_swe_agent.py",
-        format_name=format_name,
+        format_name="minimax_m2",
         folder=tmp_path,
         script=says("bash", LAST),
         tools=[tool("bash", "Execute a bash command")],

@@ -5,7 +5,6 @@ import torch
 
 from m2forge.kernels.attention import document_attention_plain
 from m2forge.kernels.expert import dispatch, expert_ffn, expert_ffn_plain
-from m2forge.kernels.flex import document_mask, flex
 from m2forge.kernels.head_loss import linear_cross_entropy, linear_cross_entropy_plain
 from m2forge.kernels.linear import linear_float32
 from m2forge.model.build import build
@@ -66,6 +65,8 @@ def test_cross_entropy(dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize("lengths", [[300, 5, 1000, 128, 127], [2048], [130]])
 def test_flex_attention(window: WindowConfig | None, lengths: list[int]) -> None:
+    from m2forge.kernels.flex import document_mask, flex
+
     torch.manual_seed(0)
     q, k, v = (torch.randn(sum(lengths), heads, 64, device="cuda", requires_grad=True) for heads in (8, 2, 2))
     grad = torch.randn_like(q)

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from m2forge.kernels.flex import BLOCK, document_mask
 from m2forge.model.build import build
 from m2forge.model.config import FamilyName, ModelConfig, WindowConfig
 from m2forge.model.plan import AttentionPlan, CausalRows, Documents, visible
@@ -192,6 +191,8 @@ def listed_blocks(num_blocks: Tensor | None, indices: Tensor | None) -> set[tupl
     return set(pairs)
 
 
+BLOCK = 128
+"""That of kernels/flex.py, which tests import when they run: it loads torch's compiler."""
 NEAR_BLOCK = st.integers(1, 3) | st.integers(BLOCK - 2, BLOCK + 2) | st.integers(2 * BLOCK - 1, 2 * BLOCK + 1)
 
 
@@ -201,6 +202,8 @@ NEAR_BLOCK = st.integers(1, 3) | st.integers(BLOCK - 2, BLOCK + 2) | st.integers
     num_sinks=st.integers(0, 4) | NEAR_BLOCK,
 )
 def test_block_masks_hold_exactly_the_visible_pairs(lengths: list[int], size: int | None, num_sinks: int) -> None:
+    from m2forge.kernels.flex import document_mask
+
     start_N = Documents(lengths).start_N
     num_tokens = sum(lengths)
     mask = document_mask(start_N, size, num_sinks)
@@ -224,6 +227,8 @@ def test_block_masks_hold_exactly_the_visible_pairs(lengths: list[int], size: in
 
 
 def test_block_masks_skip_what_nobody_sees() -> None:
+    from m2forge.kernels.flex import document_mask
+
     mask = document_mask(Documents([4 * BLOCK, 4 * BLOCK]).start_N, None, 0)
     partial = listed_blocks(mask.kv_num_blocks, mask.kv_indices)
     full = listed_blocks(mask.full_kv_num_blocks, mask.full_kv_indices)

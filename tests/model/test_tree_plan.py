@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from m2forge.kernels.flex import BLOCK, tree_mask
 from m2forge.kernels.tree_attention import TreeLayout
 from m2forge.kernels.tree_schedule import make_schedule
 from m2forge.model.config import WindowConfig
@@ -19,7 +18,7 @@ from m2forge.tree.flat import flatten
 from m2forge.tree.pack import pack_trees
 from tests.kernels.draw import exit_of, layout_of, layouts, position_of, seen
 from tests.model.draw_tree import forests, windows
-from tests.model.test_plan import NEAR_BLOCK, dense_attention, listed_blocks
+from tests.model.test_plan import BLOCK, NEAR_BLOCK, dense_attention, listed_blocks
 from tests.tree.draw import build, make_call, prefixes
 
 
@@ -115,6 +114,8 @@ def test_a_plan_shorter_than_its_tree_is_refused(length: int) -> None:
     num_sinks=st.integers(0, 4) | NEAR_BLOCK,
 )
 def test_block_masks_hold_exactly_the_visible_pairs(layout: TreeLayout, size: int | None, num_sinks: int) -> None:
+    from m2forge.kernels.flex import tree_mask
+
     mask = tree_mask(exit_of(layout), position_of(layout), size, num_sinks)
     partial = listed_blocks(mask.kv_num_blocks, mask.kv_indices)
     full = listed_blocks(mask.full_kv_num_blocks, mask.full_kv_indices)
@@ -134,6 +135,8 @@ def test_block_masks_hold_exactly_the_visible_pairs(layout: TreeLayout, size: in
 
 def test_block_masks_skip_what_nobody_sees() -> None:
     """A trunk of two blocks and two branches of two: each branch meets the trunk and itself, not the other."""
+    from m2forge.kernels.flex import tree_mask
+
     layout = layout_of([-1, 0, 0], [0, 2 * BLOCK, 4 * BLOCK, 6 * BLOCK])
     mask = tree_mask(exit_of(layout), position_of(layout), None, 0)
     partial = listed_blocks(mask.kv_num_blocks, mask.kv_indices)

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset, DatasetDict, Json, List
 
 from m2forge import cli
 from m2forge.config import TomlValue, build, write_resolved
@@ -18,6 +17,8 @@ from tests.sft.start import write_start
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same conversations with tool calls as JSONL, saved splits, a hub's folder, and with tools as JSON values."""
+    from datasets import Dataset, DatasetDict, Json, List
+
     root = tmp_path_factory.mktemp("datasets")
     items = list(generate(6, seed=0, split="train"))
     write_lines(root / "lines" / "a.jsonl", items)
