@@ -2,14 +2,17 @@
 
     pairs       consecutive sdists through all gates; F2P and P2P beside those that were seen by hand
     bugs        faults in a release through all gates, per hour on this machine's cores
+    speed       comparisons of a workload with itself, and with one that does 1.5 times the work
     golden      solutions of the accepted tasks again and again: none may fail
 
-    python benchmarks/swe.py [--quick] [--json] [--part pairs] [--golden NUM]
+    python benchmarks/swe.py [--quick] [--json] [--part pairs] [--golden NUM] [--runs DIR]
 
-Sdists and wheels are downloaded on first use. --quick: four of the pairs and a few bugs.
+Sdists and wheels are downloaded on first use. --quick: four of the pairs and a few bugs. --runs: the runs stay there,
+and the same command resumes them; rates are right only without an interruption.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import sqlite3
@@ -23,6 +26,7 @@ from report import Bar, arguments, finish, print_table
 
 from m2forge.pipelines.config import PipelineConfig
 from m2forge.pipelines.run import STORE_FILE, run_pipeline
+from m2forge.pipelines.swe.speed_tests import is_faster, measure
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.tasks.folders.folder import read_folders
 from m2forge.tasks.folders.swe_bench import folder_record
@@ -143,6 +147,22 @@ def reasons(stage: Mapping[str, object]) -> str:
     return ", ".join(f"{reason}: {num}" for reason, num in found.items()) if isinstance(found, dict) else ""
 
 
+def measure_speed(num_equal: int, num_gains: int) -> list[Bar]:
+    """How often the rule of tasks of speed finds a gain where there is none, and where there is one."""
+    with tempfile.TemporaryDirectory() as scratch:
+        trees = {amount: Path(scratch) / str(amount) for amount in (20_000, 30_000)}
+        for amount, tree in trees.items():
+            tree.mkdir()
+            (tree / "work.sh").write_text(f"i=0; while [ $i -lt {amount} ]; do i=$((i+1)); done\n")
+        light, heavy = trees.values()
+        equal = [is_faster(*measure(("sh", "work.sh"), light, light)) for _ in range(num_equal)]
+        gains = [is_faster(*measure(("sh", "work.sh"), heavy, light)) for _ in range(num_gains)]
+    return [
+        Bar.at_most("equal pairs that pass as faster, %", 100 * sum(equal) / num_equal, 1.0),
+        Bar.at_least("gains of 1.5x that are found, %", 100 * sum(gains) / num_gains, 95.0),
+    ]
+
+
 def measure_golden(folders: list[Path], num: int) -> list[Bar]:
     """Solutions of all tasks in turn, until `num` have run."""
     tasks = sorted(path for folder in folders for path in (folder / "tasks").iterdir())
@@ -159,18 +179,21 @@ def measure_golden(folders: list[Path], num: int) -> list[Bar]:
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--part", choices=("pairs", "bugs", "all"), default="all")
+    parser.add_argument("--part", choices=("pairs", "bugs", "speed", "all"), default="all")
     parser.add_argument("--golden", type=int, default=0, help="golden runs of the accepted tasks")
+    parser.add_argument("--runs", type=Path, help="folder of the runs; without it they are removed")
     args = parser.parse_args()
     bars: list[Bar] = []
     folders: list[Path] = []
-    with tempfile.TemporaryDirectory() as scratch:
+    with contextlib.nullcontext(args.runs) if args.runs else tempfile.TemporaryDirectory() as scratch:
         if args.part in ("pairs", "all"):
             found, folder = measure_pairs(Path(scratch), QUICK if args.quick else (*ACCEPTED, *REFUSED))
             bars, folders = bars + found, [*folders, folder]
         if args.part in ("bugs", "all"):
             found, folder = measure_bugs(Path(scratch), RELEASES[: 1 if args.quick else None], 5 if args.quick else 25)
             bars, folders = bars + found, [*folders, folder]
+        if args.part in ("speed", "all"):
+            bars += measure_speed(*(10, 10) if args.quick else (500, 100))
         if args.golden:
             bars += measure_golden(folders, args.golden)
     finish(bars, args.json)

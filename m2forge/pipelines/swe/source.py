@@ -12,6 +12,7 @@ that unpacks to more than its limit is refused.
 import hashlib
 import html
 import json
+import os
 import re
 import subprocess
 import tarfile
@@ -33,7 +34,6 @@ from m2forge.pipelines.swe.candidate import (
     Text,
     make_candidate,
     parse_metadata,
-    unpack_tree,
 )
 from m2forge.tasks.folders.folder import FileKind, FolderFile
 
@@ -189,12 +189,25 @@ class Clone:
         return found[0] if found else "0"
 
     def _tree(self, commit: str) -> dict[str, FolderFile]:
-        data = self._git("archive", "--format=tar", "--prefix=tree/", commit)
-        return {path.partition("/")[2]: file for path, file in unpack_tree(data).items()}
+        """Regular files by path. Not by `git archive`, from which attributes leave files out, often the tests."""
+        listed = [line.partition(b"\t") for line in self._git("ls-tree", "-rz", commit).split(b"\0") if line]
+        entries = [(head.decode().split(), os.fsdecode(path)) for head, _, path in listed]
+        files = [(mode, blob, path) for (mode, kind, blob), path in entries if kind == "blob" and mode != "120000"]
+        if len(files) > MAX_TREE_FILES:
+            raise DataError(f"{self.path}: {commit[:12]} has over {MAX_TREE_FILES} files")
+        asked = "".join(f"{blob}\n" for _, blob, _ in files)
+        data, start, tree = self._git("cat-file", "--batch", stdin=asked.encode()), 0, {}
+        for mode, _, path in files:
+            end = data.index(b"\n", start)
+            size = int(data[start:end].rpartition(b" ")[2])
+            kind = FileKind.EXECUTABLE if mode == "100755" else FileKind.FILE
+            tree[path] = FolderFile(data[end + 1 : end + 1 + size], kind)
+            start = end + size + 2
+        return tree
 
-    def _git(self, *arguments: str) -> bytes:
+    def _git(self, *arguments: str, stdin: bytes = b"") -> bytes:
         command = ["git", "-c", "safe.directory=*", "-c", "core.fsmonitor=", "-C", str(self.path), *arguments]
-        done = subprocess.run(command, capture_output=True)
+        done = subprocess.run(command, capture_output=True, input=stdin)
         if done.returncode:
             raise DataError(f"{self.path}: git {arguments[0]}: {done.stderr.decode(errors='replace').strip()[-300:]}")
         return done.stdout

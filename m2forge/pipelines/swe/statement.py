@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from m2forge.pipelines.swe.candidate import Candidate, Text
+from m2forge.pipelines.swe.speed_tests import MAX_RATIO
 
 MIN_WORDS = 4
 """A shorter text says nothing about a change."""
@@ -56,6 +57,8 @@ def write_statement(candidate: Candidate, failing: Sequence[str], messages: Mapp
         parts.append(
             "Names that callers use and that do not exist yet:\n\n" + "\n".join(f"- `{name}`" for name in names)
         )
+    if not failing:
+        parts.append(f"The tests must take at most {MAX_RATIO:.0%} of the CPU time that they take now.")
     parts.append("Change the source so that this holds, and let everything that works go on working.")
     return Statement("\n\n".join(parts) + "\n", kind, tuple(names))
 

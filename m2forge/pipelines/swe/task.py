@@ -6,9 +6,10 @@
     P2P     passes in all runs
     quarantined     anything that differs between runs of the same tree
 
-A run that did not finish decides nothing. Up to `MAX_MUTANTS` mutants of lines that the golden patch adds show whether
-the tests see the change: at least `MIN_KILLED` of those that finish must fail a listed test. A task without a single
-mutable line (data, for instance) passes this gate.
+A change without F2P that is said to be faster becomes a task of speed: P2P must pass, and the same tests must take less
+CPU time than at the base (`speed_tests`). A run that did not finish decides nothing. Up to `MAX_MUTANTS` mutants of
+lines that the golden patch adds show whether the tests see the change: at least `MIN_KILLED` of those that finish must
+fail a listed test. A task without a single mutable line (data, for instance) passes this gate.
 """
 
 import random
@@ -16,13 +17,14 @@ import re
 import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
 import tomli_w
 
 from m2forge.pipelines.stage import Rejection
+from m2forge.pipelines.swe import speed_tests
 from m2forge.pipelines.swe.candidate import Candidate
 from m2forge.pipelines.swe.environment import (
     Environment,
@@ -35,6 +37,7 @@ from m2forge.pipelines.swe.environment import (
 from m2forge.pipelines.swe.mutation import Mutation, mutations
 from m2forge.pipelines.swe.statement import Statement, missing_names
 from m2forge.records import JsonValue
+from m2forge.tasks.folders import swe_tests
 from m2forge.tasks.folders.environment import prepare
 from m2forge.tasks.folders.export import folder_name
 from m2forge.tasks.folders.folder import CONFIG_NAME, FolderFile, read_folder, write_folder
@@ -54,6 +57,7 @@ MAX_FILE_BYTES = 4 << 20
 class Route(StrEnum):
     BUG = "bug"
     FEATURE = "feature"
+    PERF = "perf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +84,13 @@ async def observe(candidate: Candidate, image: TaskImage, runner: Runner) -> Obs
     for run in (*after, *before):
         if run.problem is not None and not (run in before and not run.tests and run.messages):
             return Rejection("unfinished", {"problem": run.problem, "output": run.output[-3000:]})
-    return compare(before, after)
+    return compare(before, after, allows_no_change=names_speed(candidate))
 
 
-def compare(before: Sequence[TestRun], after: Sequence[TestRun]) -> Observation | Rejection:
-    """F2P and P2P of runs before and after a patch."""
+def compare(
+    before: Sequence[TestRun], after: Sequence[TestRun], *, allows_no_change: bool = False
+) -> Observation | Rejection:
+    """F2P and P2P of runs before and after a patch. `allows_no_change`: F2P may be empty."""
     ids = sorted({id for run in (*before, *after) for id in run.tests})
     unstable = {id for id in ids for runs in (before, after) if len({run.tests.get(id) for run in runs}) > 1}
     stable = [id for id in ids if id not in unstable and after[0].tests.get(id) is Outcomes.PASSED]
@@ -98,7 +104,7 @@ def compare(before: Sequence[TestRun], after: Sequence[TestRun]) -> Observation 
         "quarantined": sorted(unstable)[:20],
         "failing_after": [id for id in ids if after[0].tests.get(id) is Outcomes.FAILED][:20],
     }
-    if not fail_to_pass:
+    if not fail_to_pass and not allows_no_change:
         return Rejection("no F2P", counts)
     if not pass_to_pass:
         return Rejection("no P2P", counts)
@@ -112,8 +118,19 @@ _FIXES = re.compile(r"\b(?:fix(?:e[sd])?|bug|regression|crash|incorrect|wrong|br
 _ADDS = re.compile(r"\b(?:add(?:s|ed)?|new|introduces?|support(?:s|ed)? for|implement(?:s|ed)?|allow(?:s|ed)?)\b", re.I)
 
 
+_SPEED = re.compile(r"\b(?:faster|speed(?:s|ed)?[ -]?up|performance|optimi[sz]|quadratic|slow)\w*", re.IGNORECASE)
+
+
+def names_speed(candidate: Candidate) -> bool:
+    """Whether what was written about a change says that it makes something faster."""
+    return any(_SPEED.search(text.text) for text in candidate.texts)
+
+
 def route(candidate: Candidate, observation: Observation) -> Route:
-    """What kind of task a candidate is. A change that makes something possible is a feature."""
+    """What kind of task a candidate is. A change that makes something possible is a feature; one that changes no test's
+    outcome can only be one of speed, and whether it is faster is measured when the folder is verified."""
+    if not observation.fail_to_pass:
+        return Route.PERF
     text = "\n".join(text.text for text in candidate.texts)
     errors = [observation.messages.get(id, "") for id in observation.fail_to_pass]
     num_absent = sum(not error or bool(_ABSENT.search(error)) for error in errors)
@@ -241,7 +258,11 @@ def task_files(
         "FAIL_TO_PASS": list(observation.fail_to_pass),
         "PASS_TO_PASS": list(observation.pass_to_pass),
     }
+    if kind is Route.PERF:
+        record["workload"] = list[JsonValue](workload(observation))
     files = dict(record_files(record))
+    if kind is Route.PERF:
+        files |= _speed_files(files)
     table = tomllib.loads(files[CONFIG_NAME].content.decode())
     table["task"] = {"name": f"swe/{folder_name(candidate.id)}", "keywords": [str(kind)]}
     table["metadata"]["m2forge"] = {
@@ -259,6 +280,22 @@ def task_files(
     files[CONFIG_NAME] = FolderFile(tomli_w.dumps(table).encode())
     own = environment_files(candidate, environment)
     return files | {f"environment/{name}": file for name, file in own.items()}
+
+
+def workload(observation: Observation) -> tuple[str, ...]:
+    """The command whose CPU time counts: the tests that must go on passing."""
+    return ("python3", "-s", "-m", "pytest", "-p", "no:cacheprovider", "-q", *_ordered_files(observation))
+
+
+def _speed_files(files: Mapping[str, FolderFile]) -> dict[str, FolderFile]:
+    """The tests' script with the program that also measures, and that program."""
+    path = Path(speed_tests.__file__)
+    script = files["tests/test.sh"]
+    by_speed = script.content.replace(Path(swe_tests.__file__).name.encode(), path.name.encode())
+    return {
+        "tests/test.sh": replace(script, content=by_speed),
+        f"tests/{path.name}": FolderFile(path.read_bytes()),
+    }
 
 
 async def verify_files(files: Mapping[str, FolderFile], runner: Runner) -> Rejection | None:
