@@ -31,7 +31,12 @@ def test_fifty_kills_lose_no_attempt_and_leave_no_sandbox(tmp_path: Path) -> Non
     require("namespace")
     (tmp_path / "my_code.py").write_text(CODE)
     write_folders(tmp_path / "folders", [f"word{number}" for number in range(NUM_FOLDERS)])
-    config = make_run(make_model(tmp_path / "scene"), tmp_path, "folders", num_steps=NUM_STEPS, eval={"num_tasks": 0})
+    fields = {
+        "num_steps": NUM_STEPS,
+        "eval": {"num_tasks": 0},
+        "pool": {"window": {"queue": 4, "no_signal": "train"}, "retention": {"versions": NUM_STEPS}},
+    }
+    config = make_run(make_model(tmp_path / "scene"), tmp_path, "folders", **fields)
     run_dir, log, until_s = tmp_path / config.name, tmp_path / "loop.log", time.monotonic() + LIMIT_S
     victims = _victims(random.Random(0))
     is_over = False
