@@ -65,7 +65,7 @@ class Digest(Stage):
     runs_in = "processes"
 
     def process(self, item: Item, context: Context) -> Passed | Rejection:
-        digest = hashlib.pbkdf2_hmac("sha256", item.text("answer").encode(), b"", 2000).hex()
+        digest = hashlib.pbkdf2_hmac("sha256", item.text("answer").encode(), b"", 20_000).hex()
         if digest[0] == "0":
             return Rejection("digest", {"digest": digest})
         return item.adding(digest=digest, blob=context.put(digest.encode()))

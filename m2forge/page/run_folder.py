@@ -19,6 +19,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import cast
 
 from m2forge.config import Config, TomlValue, current_keys
 from m2forge.errors import M2ForgeError, NotFoundError
@@ -26,6 +27,7 @@ from m2forge.files import whole_lines
 from m2forge.observe.metrics import FILE_NAME
 from m2forge.page.cached_file import CachedFile
 from m2forge.page.latest import LatestMetrics
+from m2forge.pipelines.config import PipelineConfig
 from m2forge.pool.config import PoolConfig
 from m2forge.pretrain.config import PretrainConfig
 from m2forge.records import JsonValue
@@ -152,16 +154,22 @@ def _number(value: float | None) -> float | None:
 
 
 CHECKS_FILE, MODEL_FOLDER, RATIOS_FOLDER, WEIGHTS_FOLDER = "checks.jsonl", "model", "ratios", "weights"
-SANDBOXES_FILE = "sandboxes.json"
+SANDBOXES_FILE, YIELDS_FILE = "sandboxes.json", "yields.json"
 POOL_FILES = ("pool.db", "pool.db-wal")
 SQLITE = "sqlite:///"
+_YIELD_COUNTS = ("num_in", "num_passed", "num_made", "num_asked", "num_cached", "num_prompt", "num_sampled")
 QUIET_S = 30.0
 """A run that has written nothing for this long, and whose lock no process holds, has stopped."""
 MAX_FAILURE = 2000
 _LOCKS = Path("/proc/locks")
 
 Table = Mapping[str, TomlValue]
-_KINDS: Mapping[str, type[Config]] = {"rl": RLConfig, "pretrain": PretrainConfig, "sft": SFTConfig}
+_KINDS: Mapping[str, type[Config]] = {
+    "rl": RLConfig,
+    "pretrain": PretrainConfig,
+    "sft": SFTConfig,
+    "pipeline": PipelineConfig,
+}
 
 
 class RunState(StrEnum):
@@ -187,6 +195,7 @@ class Run:
         self.latest = LatestMetrics(run_dir / FILE_NAME)
         self._config = CachedFile[Table](run_dir / CONFIG_FILE, _parse_config, {})
         self._checks = CachedFile[tuple[list[JsonValue], int]](run_dir / CHECKS_FILE, _parse_checks, ([], 0))
+        self._yields = CachedFile[dict[str, JsonValue] | None](run_dir / YIELDS_FILE, _parse_yields, None)
         self._format: ChatFormat | None = None
         self._format_lock = threading.Lock()
 
@@ -259,6 +268,7 @@ class Run:
             "has_pool": self.pool_config() is not None,
             "checks": checks,
             "sandboxes": self.sandboxes(is_running=state is RunState.RUNNING),
+            "yields": self.yields(),
             "problems": problems,
         }
 
@@ -272,6 +282,10 @@ class Run:
             return None
         nums["num_alive"] *= is_running
         return {"backend": str(found.get("backend", "")), **nums}
+
+    def yields(self) -> dict[str, JsonValue] | None:
+        """What became of the items of a pipeline, by stage; None for other runs."""
+        return self._yields.read()
 
     def num_steps(self) -> int | None:
         """Total number of steps, if the configuration gives it."""
@@ -287,6 +301,8 @@ class Run:
         """`held`: what `held_inodes` returns, which a list of runs reads once for all of them."""
         if self._is_held(held_inodes() if held is None else held):
             return RunState.RUNNING
+        if (yields := self.yields()) is not None and yields["is_finished"]:
+            return RunState.FINISHED
         if (self.run_dir / MODEL_FOLDER).is_dir() and not self._is_check_due(self.checks()[0]):
             return RunState.FINISHED
         if (self.run_dir / FAILURE_FILE).is_file():
@@ -313,7 +329,7 @@ class Run:
 
     def age_s(self) -> float | None:
         """Seconds since the last write."""
-        names = (FILE_NAME, CHECKS_FILE, *POOL_FILES)
+        names = (FILE_NAME, CHECKS_FILE, YIELDS_FILE, *POOL_FILES)
         times_s = [found for name in names if (found := _changed_s(self.run_dir / name)) is not None]
         return max(0.0, time.time() - max(times_s)) if times_s else None
 
@@ -357,9 +373,34 @@ def _parse_checks(data: bytes) -> tuple[list[JsonValue], int]:
     return found, num_unread
 
 
+def _parse_yields(data: bytes) -> dict[str, JsonValue]:
+    """The figures of `yields.json` that the page shows; raises ValueError if they are not there."""
+    try:
+        found = json.loads(data)
+        stages: list[JsonValue] = [_read_stage(one) for one in found["stages"]]
+        return {
+            "is_finished": bool(found["is_finished"]),
+            "num_accepted": int(found["num_accepted"]),
+            "stages": stages,
+        }
+    except (TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise ValueError(f"no yields: {error}") from error
+
+
+def _read_stage(record: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    counts: dict[str, JsonValue] = {name: int(_finite(record[name])) for name in _YIELD_COUNTS}
+    reasons: dict[str, JsonValue] = {
+        name: {str(reason): int(_finite(num)) for reason, num in cast("Mapping[str, JsonValue]", record[name]).items()}
+        for name in ("rejected", "failed")
+    }
+    return {"name": str(record["name"]), **counts, **reasons, "seconds": _finite(record["seconds"])}
+
+
 def _stage_of(config: Table) -> str:
     if "curriculum" in config and "agent" in config:
         return "rl"
+    if "replay" in config and "workers" in config:
+        return "pipeline"
     return "pretrain" if "corpus" in config else "sft" if "data" in config else "run"
 
 

@@ -178,7 +178,7 @@ class RunList:
             stage=run.stage(),
             state=state,
             has_page=True,
-            figures=run_figures(run.stage(), latest, run.checks()[0]),
+            figures=yield_figures(run.yields()) or run_figures(run.stage(), latest, run.checks()[0]),
             model=self._model(model),
             step=latest.step,
             num_steps=run.num_steps(),
@@ -302,6 +302,17 @@ def _run_figures(stage: str, latest: Latest, checks: Sequence[JsonValue]) -> Ite
         yield Figure("tokens/s", values["tokens_computed"] / latest.step_s, "count")
     if "num_tokens" in values:
         yield Figure("tokens", values["num_tokens"], "count")
+
+
+def yield_figures(yields: Mapping[str, JsonValue] | None) -> tuple[Figure, ...]:
+    """Records and accepted items of a pipeline; empty for other runs."""
+    if yields is None:
+        return ()
+    num_accepted, stages = yields["num_accepted"], yields["stages"]
+    assert isinstance(num_accepted, int)
+    assert isinstance(stages, list)
+    records = [Figure("records", stage["num_in"], "count") for stage in stages[:1] if isinstance(stage, Mapping)]
+    return (Figure("accepted", num_accepted, "count"), *records)
 
 
 def eval_figures(report: EvalReport) -> tuple[Figure, ...]:

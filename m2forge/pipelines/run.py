@@ -60,10 +60,10 @@ from m2forge.train.run_dir import hold_run, open_run
 
 T = TypeVar("T")
 STORE_FILE, YIELDS_FILE, SCRATCH_FOLDER = "pipeline.db", "yields.json", "scratch"
-COMMIT_S, NUM_COMMITTED = 0.25, 2048
+COMMIT_S, NUM_COMMITTED = 0.5, 8192
 """Outcomes are committed after this time, or this number."""
-YIELDS_S = 2.0
-"""How often `yields.json` is written while a stage runs."""
+YIELDS_S, YIELDS_SHARE = 2.0, 0.05
+"""How often `yields.json` is written while a stage runs, and the share of the time that this may take."""
 MUTABLE_KEYS = ("url", "key_env", "timeout_s", "max_retries", "retry_s")
 """Keys of a model that may change on resume."""
 PR_SET_PDEATHSIG = 1
@@ -390,7 +390,7 @@ class _Runner:
     ) -> None:
         self._pipeline, self._num_workers, self._seed = pipeline, config.workers, config.seed
         self._run_dir, self._store, self._loop, self._completions = run_dir, store, loop, completions
-        self._written_s = 0.0
+        self._next_yields_s = 0.0
 
     def run(self) -> None:
         self._check_input()
@@ -419,8 +419,8 @@ class _Runner:
         self._store.set_fact("fingerprint", now)
 
     def _write_yields(self, *, is_finished: bool = False) -> None:
-        now_s = time.monotonic()
-        if now_s - self._written_s < YIELDS_S and not is_finished:
+        begun_s = time.monotonic()
+        if begun_s < self._next_yields_s and not is_finished:
             return
         stages = self.yields()
         found: dict[str, JsonValue] = {
@@ -429,7 +429,8 @@ class _Runner:
             "stages": [one.to_json() for one in stages],
         }
         write_atomic(self._run_dir / YIELDS_FILE, json.dumps(found, indent=1) + "\n")
-        self._written_s = now_s
+        now_s = time.monotonic()
+        self._next_yields_s = now_s + max(YIELDS_S, (now_s - begun_s) / YIELDS_SHARE)
 
     def _read_source(self) -> None:
         source, start = self._pipeline.source, int(self._store.fact("num_records", "0"))

@@ -17,7 +17,7 @@ stored blobs. Stages must not read the clock, and draw random numbers from `Cont
 
 import random
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol, TypeAlias, TypeVar
 
@@ -36,7 +36,7 @@ class Item:
 
     def adding(self, **fields: JsonValue) -> "Item":
         """The item with these fields added or replaced."""
-        return replace(self, data={**self.data, **fields})
+        return Item(self.id, {**self.data, **fields})
 
     def text(self, key: str) -> str:
         value = self.data.get(key)

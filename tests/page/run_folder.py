@@ -3,8 +3,11 @@
 import json
 from pathlib import Path
 
+from m2forge.config import write_resolved
 from m2forge.corpus.manifest import Kind, Manifest, Shard, TokenSet, write_manifest
 from m2forge.evaluate.report import DomainLoss, EvalReport, make_cell
+from m2forge.pipelines.config import PipelineConfig, QuestionsConfig
+from m2forge.pipelines.store import StageYield
 
 START_S = 1_790_000_000.0
 CONFIGS = {
@@ -89,3 +92,15 @@ def make_demo(root: Path) -> Path:
     write_evaluation(root / "demo" / "pretrain" / "eval")
     write_corpus(root / "pages")
     return root
+
+
+def write_pipeline(folder: Path, *, is_finished: bool) -> None:
+    """The files of a pipeline's run as `m2forge pipeline` writes them."""
+    questions = QuestionsConfig(source="counters")
+    write_resolved(PipelineConfig(name="questions", questions=questions), folder / "config.toml")
+    stages = [
+        StageYield("tasks", 12, 12, 12),
+        StageYield("gates", 12, 9, 9, {"reference fails": 2}, {"OSError": 1}, 4, 3, 50, 70, 1.5),
+    ]
+    found = {"is_finished": is_finished, "num_accepted": 9, "stages": [one.to_json() for one in stages]}
+    (folder / "yields.json").write_text(json.dumps(found))

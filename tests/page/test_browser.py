@@ -16,6 +16,7 @@ from m2forge.page.report import write_report
 from m2forge.records import Domain, JsonValue, Task
 from m2forge.text.format import ChatFormat
 from tests.page.conftest import SIZES, serving
+from tests.page.run_folder import write_pipeline
 from tests.page.scene import FAMILIES, Scene, long_calls, make_call
 
 FIRST_PAINT_S = 1.0
@@ -82,6 +83,22 @@ def test_a_run_is_shown_and_moves_by_itself(open_page: Callable[..., Page], form
             assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     expect(page.locator("#banner")).to_contain_text("does not answer")
     scene.pool.close()
+
+
+def test_the_yields_of_a_pipeline_are_shown(open_page: Callable[..., Page], tmp_path: Path) -> None:
+    write_pipeline(tmp_path, is_finished=True)
+    page = open_page()
+    with serving(tmp_path) as url, shooting(page, "pipeline"):
+        page.goto(url)
+        expect(page.locator("#run-state")).to_have_text("finished")
+        rows = page.locator("section[aria-label=Yields] tbody tr")
+        expect(rows).to_have_count(4)
+        cells = [row.locator("td").all_inner_texts() for row in rows.all()]
+        assert cells[1] == ["gates", "12", "9", "2", "1", "9", "4", "3", "120", "1.50"]
+        assert [cell.strip() for cell in cells[2] if cell.strip()] == ["reference fails", "2"]
+        assert cells[3].index("1") == 4
+        expect(page.locator("section[aria-label=Yields]")).to_contain_text("9 items accepted")
+        expect(page.locator("text=No metrics yet")).to_be_hidden()
 
 
 def test_trajectories_are_found_read_and_searched(open_page: Callable[..., Page], done: Path) -> None:

@@ -4,16 +4,19 @@ import fcntl
 import json
 import os
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from m2forge.errors import NotFoundError, TrainingError
 from m2forge.page import run_folder as page_run
 from m2forge.page.run_folder import Run
+from m2forge.page.run_list import RunList
 from m2forge.pool.config import PoolConfig
 from m2forge.rl.layout import Layout
 from m2forge.text.format import ChatFormat
 from m2forge.train.run_dir import hold_run
+from tests.page.run_folder import write_pipeline
 from tests.page.scene import Scene
 
 
@@ -37,6 +40,26 @@ def test_sandboxes_are_alive_while_the_run_is(tmp_path: Path) -> None:
     assert Run(tmp_path).sandboxes(is_running=False) == {"backend": "namespace", **nums, "num_alive": 0}
     (tmp_path / "sandboxes.json").write_text('{"num_alive": []}')
     assert Run(tmp_path).sandboxes(is_running=True) is None
+
+
+def test_a_pipeline_has_yields(tmp_path: Path) -> None:
+    write_pipeline(tmp_path, is_finished=False)
+    found = Run(tmp_path).describe()
+    assert (found["stage"], found["state"], found["problems"]) == ("pipeline", "running", [])
+    write_pipeline(tmp_path, is_finished=True)
+    run = Run(tmp_path)
+    assert run.state() == "finished"
+    yields = run.yields()
+    assert yields == json.loads((tmp_path / "yields.json").read_text())
+    (row,) = cast("list[dict[str, object]]", RunList(tmp_path).describe()["runs"])
+    assert [(figure["label"], figure["value"]) for figure in cast("list[dict[str, object]]", row["figures"])] == [
+        ("accepted", 9),
+        ("records", 12),
+    ]
+    for text in ("", "[]", '{"stages": [{}]}', '{"stages": [], "is_finished": true, "num_accepted": 1e999}'):
+        (tmp_path / "yields.json").write_text(text)
+        assert Run(tmp_path).yields() is None
+        assert Run(tmp_path).describe()["yields"] is None
 
 
 def test_a_complete_run_says_so(done: Path) -> None:

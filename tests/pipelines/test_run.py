@@ -339,7 +339,7 @@ def test_a_killed_run_resumes_to_the_same_files(tmp_path: Path, monkeypatch: pyt
         time.sleep(0.002)
         return completion(hashlib.sha256(body["messages"][0]["content"].encode()).hexdigest())
 
-    rng, num = random.Random(7), 30 * NUM_KILLS
+    rng, num = random.Random(7), 20 * NUM_KILLS
     with serving(respond) as endpoint:
         program.run(tmp_path / "whole", endpoint.url, num, 2)
         num_whole = len(endpoint.requests)
@@ -349,12 +349,12 @@ def test_a_killed_run_resumes_to_the_same_files(tmp_path: Path, monkeypatch: pyt
         num_asked_again, before = 0, set[str]()
         for kill in range(NUM_KILLS):
             num_before = len(endpoint.requests)
-            process = subprocess.Popen([*command, str(num), "3"], env=env, stderr=subprocess.DEVNULL)
+            process = subprocess.Popen([*command, str(num), "1"], env=env, stderr=subprocess.DEVNULL)
             # The first kills hit requests, the last ones what follows.
             wanted = num_before + num_whole // (NUM_KILLS + 1)
             while len(endpoint.requests) < wanted and process.poll() is None and kill < NUM_KILLS - 1:
                 time.sleep(0.001)
-            time.sleep(rng.random() * (0.02 if kill < NUM_KILLS - 1 else 2.0))
+            time.sleep(rng.random() * (0.02 if kill < NUM_KILLS - 1 else 1.0))
             process.kill()
             process.wait()
             num_asked_again += sum(

@@ -20,7 +20,7 @@ export function showOverview(home) {
   const known = new Promise((resolve) => { tellKnown = resolve; });
 
   const drawCurves = () => {
-    parts.nothing.classList.toggle("hidden", columns.steps.length > 0);
+    parts.nothing.classList.toggle("hidden", columns.steps.length > 0 || Boolean(run?.yields));
     parts.curves.classList.toggle("hidden", columns.steps.length === 0);
     parts.grid.update(columns, saved);
     const bar = timeBar(columns);
@@ -28,7 +28,7 @@ export function showOverview(home) {
     parts.bar.replaceChildren(...(bar ? [bar] : []));
     drawStats();
   };
-  const drawStats = () => parts.stats.replaceChildren(...(run ? makeStats(run, columns) : []));
+  const drawStats = () => parts.stats.replaceChildren(...(run && !run.yields ? makeStats(run, columns) : []));
   const drawLead = () => {
     const lead = [parts.checks, parts.domains].filter((chart) => chart.series.length);
     if (lead.length === parts.grid.leading.length) return;
@@ -42,6 +42,11 @@ export function showOverview(home) {
     tellKnown();
     parts.pool.classList.toggle("hidden", !run.has_pool);
     parts.sandboxes.replaceChildren(...makeSandboxes(run.sandboxes));
+    parts.yields.classList.toggle("hidden", !run.yields);
+    if (run.yields) {
+      parts.nothing.classList.add("hidden");
+      parts.yieldTable.replaceChildren(...makeYields(run.yields));
+    }
     drawStats();
   };
   parts.axis.onchange = drawCurves;
@@ -122,9 +127,31 @@ function makeParts() {
   parts.curves = el("div", { class: "section" },
     el("header", {}, el("h2", {}, "Curves"), parts.unread, el("span", { class: "grow" }),
       choose("axis", [["step", "by step"], ["time", "by time"]]), choose("smooth", [[false, "as recorded"], [true, "smoothed"]])), parts.grid.node);
+  parts.yieldTable = el("div", {});
+  parts.yields = el("section", { class: "card section hidden", "aria-label": "Yields" }, el("header", {}, el("h2", {}, "Yields"),
+    el("span", { class: "faint" }, "items in = passed + rejected + failed, by stage")), parts.yieldTable);
   parts.nothing = el("div", { class: "card section hidden" }, empty("No metrics yet", "They appear with the first step; this page looks by itself."));
-  parts.node = el("div", {}, parts.stats, parts.pool, parts.time, parts.nothing, parts.curves);
+  parts.node = el("div", {}, parts.stats, parts.yields, parts.pool, parts.time, parts.nothing, parts.curves);
   return parts;
+}
+
+// A row for each stage of a pipeline, below it one for each reason.
+function makeYields(yields) {
+  const headings = ["in", "passed", "rejected", "failed", "made", "asked", "cached", "tokens", "seconds"];
+  const sum = (reasons) => Object.values(reasons).reduce((total, found) => total + found, 0);
+  const row = (name, cells) => el("tr", {}, el("td", {}, name), cells.map((cell) => el("td", { class: "n" }, cell)));
+  const reasonRows = (reasons, place) => Object.entries(reasons).map(([reason, found]) =>
+    row(el("span", { class: "soft" }, `\u2003${reason}`), headings.map((_, index) => (index === place ? count(found) : ""))));
+  const stageRows = (stage) => [
+    row(stage.name, [stage.num_in, stage.num_passed, sum(stage.rejected), sum(stage.failed), stage.num_made, stage.num_asked, stage.num_cached,
+      stage.num_prompt + stage.num_sampled].map(count).concat(number(stage.seconds))),
+    reasonRows(stage.rejected, 2), reasonRows(stage.failed, 3),
+  ];
+  return [
+    el("table", { class: "plain" }, el("thead", {}, el("tr", {}, el("th", {}, "Stage"), headings.map((name) => el("th", { class: "n" }, name)))),
+      el("tbody", {}, yields.stages.map(stageRows))),
+    el("p", { class: "soft" }, `${count(yields.num_accepted)} items accepted${yields.is_finished ? "" : " so far"}`),
+  ];
 }
 
 function makeSandboxes(found) {
