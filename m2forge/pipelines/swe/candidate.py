@@ -50,7 +50,7 @@ _TEST_FOLDER = re.compile(r"^testing/|(?:^|/)(?:tests?|__tests__)/")
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What somebody outside of the patch wrote about a change."""
+    """A text about a change that is not part of its patch."""
 
     kind: str
     """issue, pull request, commit, changelog, readme."""
