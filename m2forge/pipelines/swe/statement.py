@@ -28,8 +28,12 @@ _ORDER = ("issue", "pull request", "commit", "changelog", "readme")
 _LINK = re.compile(r"<?\bhttps?://[^\s<>)\]]+>?")
 _HASH = re.compile(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b")
 _REFERENCE = re.compile(
-    r"(?:\b(?:PR|pull request|GH|issue|closes|fixes|refs?|see)\s*)?(?<![\w&])#\d+\b[,;]?", re.IGNORECASE
+    r"(?:\b(?:PR|pull request|GH|issues?|close[sd]?|fix(?:e[sd])?|resolve[sd]?|refs?|see)\s*)?"
+    r"(?<![\w&])(?:[\w.-]+/[\w.-]+)?#\d+\b(?:\s*:\s+|[,;])?",
+    re.IGNORECASE,
 )
+_PERSON = re.compile(r"\b(?:by|thanks(?: to)?|cc|via)\s+@[\w-]+(?:(?:,|\s+and)\s*@[\w-]+)*|\(@[\w-]+\)", re.IGNORECASE)
+"""A person, and not a decorator."""
 _DEAD_WORDS = re.compile(
     r"^(?:merge (?:pull request|branch|remote).*|bump version.*|version bump.*|release v?[\d.]+|v?\d+\.\d+\S*|wip"
     r"|co-authored-by:.*|signed-off-by:.*|reviewed-by:.*)$",
@@ -94,11 +98,12 @@ def clean(text: str, patch: str) -> str:
     text = "\n".join(lines)
     text = re.sub(r"`([^`<]+?)\s*<https?://[^>]+>`_+", r"\1", text)  # reStructuredText
     text = re.sub(r"\[([^\]]*)\]\(https?://[^)]*\)", r"\1", text)  # Markdown
-    text = _HASH.sub("", _LINK.sub("", text))
-    text = _REFERENCE.sub("", text)
-    text = re.sub(r"(?:\b(?:by|thanks(?: to)?)\s+)?(?<!\w)@[\w-]+", "", text, flags=re.IGNORECASE)
-    text = re.sub(r"(?<!\S)\(\s*[,;]*\s*\)", "", _DEAD_WORDS.sub("", text))
-    text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
+    for pattern in (_LINK, _HASH, _REFERENCE, _PERSON, _DEAD_WORDS):
+        text = pattern.sub("", text)
+    # What the removed parts leave behind.
+    text = re.sub(r"(?<!\S)\(\s*[,;]*\s*\)", "", text)
+    text = re.sub(r"(?<=[.!?])[ \t]+[.](?=\s|$)", "", text)
+    text = re.sub(r"^[\s.,;:]+$|[ \t]+$", "", text, flags=re.MULTILINE)
     return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
@@ -145,14 +150,18 @@ def _used_names(source: str) -> Iterator[str]:
         return
     for node in ast.walk(tree):
         match node:
-            case ast.ImportFrom(names=names):
+            case ast.ImportFrom(module=module, names=names) if not _is_stdlib(module or ""):
                 yield from (alias.name for alias in names)
             case ast.Import(names=names):
-                yield from (part for alias in names for part in alias.name.split("."))
+                yield from (part for alias in names if not _is_stdlib(alias.name) for part in alias.name.split("."))
             case ast.Attribute(attr=name):
                 yield name
             case ast.keyword(arg=str() as name):
                 yield name
+
+
+def _is_stdlib(module: str) -> bool:
+    return module.partition(".")[0] in sys.stdlib_module_names
 
 
 # -- statements by rule -----------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,22 @@ from m2forge.tasks.folders.swe_bench import folder_record
 from tests.pipelines.swe import projects
 from tests.sandbox.places import require
 
+LAST = "\n\ndef last(numbers):\n    return numbers[-1]\n"
+TEST_LAST = "from sums import last\n\n\ndef test_last():\n    assert last([4, 5]) == 5\n"
+
+
+def in_src(files: Mapping[str, str]) -> dict[str, str]:
+    return {"src/sums.py" if path == "sums.py" else path: text for path, text in files.items()}
+
+
 HISTORY = (
-    ("Begin", projects.OLD),
+    ("Begin", in_src(projects.OLD)),
     ("Say more", {"README.md": "Sums of numbers.\n"}),
-    ("Let total count the first number too, as its name says\n\nSee #12.", projects.NEW),
+    (
+        "Let total count the first number too, as its name says\n\nSee #12.",
+        # Before it, one test file cannot be imported: the others must run all the same.
+        in_src(projects.NEW) | {"src/sums.py": projects.FIXED + LAST, "tests/test_last.py": TEST_LAST},
+    ),
 )
 
 
@@ -47,9 +59,10 @@ def test_a_commit_becomes_a_verified_task_folder(tmp_path: Path) -> None:
     (folder,), rejected = read_folders(tmp_path / "runs" / "r" / "tasks")
     assert rejected == []
     record = folder_record(folder)
-    assert record["FAIL_TO_PASS"] == ["tests/test_sums.py::test_total_of_all_numbers"]
+    assert record["FAIL_TO_PASS"] == ["tests/test_last.py::test_last", "tests/test_sums.py::test_total_of_all_numbers"]
     assert record["PASS_TO_PASS"] == ["tests/test_sums.py::test_first"]
     assert "Let total count the first number too" in folder.instruction()
+    assert "- `last`" in folder.instruction()
     assert "#12" not in folder.instruction()
     visible = (folder.path / "environment" / "testbed" / "tests" / "test_sums.py").read_text()
     assert "test_total" not in visible

@@ -1,5 +1,7 @@
 """Statements: where the text is from, what is removed from it, and which names are added."""
 
+import pytest
+
 from m2forge.pipelines.swe.candidate import Candidate, Text
 from m2forge.pipelines.swe.statement import clean, missing_names, write_statement
 from tests.pipelines.swe import projects
@@ -21,6 +23,19 @@ def test_links_hashes_references_and_patch_lines_are_removed() -> None:
     assert "a page is decade old" in cleaned
 
 
+@pytest.mark.parametrize(
+    ("text", "cleaned"),
+    [
+        ("Fix #361: Handle None in a/b#3 too", "Handle None in  too"),
+        ("Add cache_info() support for @cachedmethod.", "Add cache_info() support for @cachedmethod."),
+        ("Thanks to @one and @two: it works", ": it works"),
+        ("It raises now. See #12.\n\n.\n\nMore", "It raises now.\n\nMore"),
+    ],
+)
+def test_cleaning_leaves_what_belongs_to_the_change(text: str, cleaned: str) -> None:
+    assert clean(text, "") == cleaned
+
+
 def test_an_issue_comes_before_commit_and_changelog() -> None:
     candidate = projects.candidate()
     assert write_statement(candidate, FAILING, {}).kind == "changelog"
@@ -40,8 +55,11 @@ def test_without_a_text_failing_tests_make_the_statement() -> None:
 
 
 def test_names_that_only_hidden_tests_know_are_listed() -> None:
-    source = projects.FIXED + "\n\ndef middle(numbers, rounding=None):\n    return helper(numbers)\n"
-    tests = "import sums\n\n\ndef test_middle():\n    assert sums.middle([1], rounding=2).imag == sums.first([1])\n"
+    source = projects.FIXED + "\n\ndef middle(numbers, rounding=None):\n    return mock(numbers)\n"
+    tests = (
+        "import sums\nfrom unittest import mock\n\n\n"
+        "def test_middle():\n    assert sums.middle([1], rounding=2).imag == sums.first([1])\n"
+    )
     candidate = projects.candidate(source, tests)
     assert missing_names(candidate) == ["middle", "rounding"]
     assert "- `rounding`" in write_statement(candidate, FAILING, {}).text
