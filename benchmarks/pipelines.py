@@ -261,7 +261,7 @@ def main() -> None:
         speed_bar, speed_row = speed(folder / "speed", 10_000 if args.quick else 50_000)
         dedup_bars, dedup_row = near_duplicates(folder / "dedup", 500 if args.quick else 5_000)
         print_table("Items", ("part", "items", "s", "items/s"), [("rules", *speed_row), ("dedup", *dedup_row)])
-        num_items = 300 if args.quick else 1500
+        num_items = 300 if args.quick else 600
         kill_bars, rows = kill_series(folder / "kills", num_items, NUM_KILLS)
         print_table("Kills", ("kills", "end", "progress", "completions stored", "stage reached"), rows)
     finish([*kill_bars, speed_bar, *dedup_bars], args.json)
