@@ -1,8 +1,8 @@
 """Terminal-Gym: how many questions of the labelled sample become tasks, and how fast a dump is read.
 
 Yield: the pipeline runs over `examples/terminal/Posts.xml`, without a model; labels.jsonl says which of the 120
-questions are sound. Reader: MB of Posts.xml per second and peak memory of a process that reads a dump made by repeating
-the sample's rows under other ids, the answers of every block of questions far behind them.
+questions are sound. Reader: MB of Posts.xml per processor second, and peak memory, of a process that reads a dump made
+by repeating the sample's rows under other ids, the answers of every block of questions far behind them.
 
     python benchmarks/terminal.py [--quick] [--json]
 """
@@ -31,9 +31,9 @@ from m2forge.pipelines.stage import Item
 from m2forge.pipelines.terminal.config import TerminalConfig
 from m2forge.pipelines.terminal.posts import PostsSource
 path = Path(sys.argv[1])
-started_s = time.perf_counter()
+started_s = time.process_time()
 num = sum(isinstance(one, Item) for one in PostsSource(path, TerminalConfig(posts=str(path))).questions())
-seconds = time.perf_counter() - started_s
+seconds = time.process_time() - started_s
 # The maximum that getrusage reports includes that of the process before it started this program.
 print(num, seconds, int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024)
 """

@@ -9,7 +9,7 @@ Files, and where the result belongs, are in every variant, because the tests nee
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import cast
 
 from m2forge.pipelines.stage import Item
@@ -22,6 +22,8 @@ from m2forge.pipelines.terminal.shell import read_commands
 FORMATS, COMMANDS, FLAGS = 1, 2, 3
 MAX_LISTED = 12
 MAX_EXAMPLE_LINES = 3
+_SPAN = re.compile(r"`([^`\n]+)`")
+_GOAL = re.compile(r"\?|\b(?:want|need|like to|how)\b", re.IGNORECASE)
 _SENTENCE = re.compile(r"(?<=[.!?:…])\s+(?=[A-Z`(])")
 
 
@@ -33,7 +35,8 @@ def instructions(item: Item) -> list[str]:
 def instruction(item: Item, hints: int) -> str:
     data = item.data
     expected = cast("Sequence[str]", data["example_expected"])
-    blocks = [_reduced(block, hints) for block in read_blocks(item.text("question"))]
+    used = {command.program for command in read_commands(item.text("solution"))}
+    blocks = [_reduced(block, hints, used) for block in read_blocks(item.text("question"))]
     shown = [b for b in blocks if b.text.strip() and not (hints < FORMATS and b.is_code and b.text in expected)]
     parts = [f"# {_title(item.text('title'), hints)}", markdown(shown), "## Task", _task(data)]
     if hints >= FORMATS and not expected and (example := _example(data)):
@@ -94,26 +97,24 @@ def _title(title: str, hints: int) -> str:
     return re.sub(rf"\s*\b(?:with|using|in|by)\s+(?:{known})\b", "", title, flags=re.IGNORECASE)
 
 
-def _reduced(block: Block, hints: int) -> Block:
-    """A block of the question without the hints that this variant does not give."""
+def _reduced(block: Block, hints: int, used: Collection[str]) -> Block:
+    """A block of the question without the hints that this variant does not give. `used`: programs of the solution."""
     if hints >= FLAGS:
         return block
     if block.is_code:
-        return Block("", True) if hints < COMMANDS and is_commands(without_prompts(block.text)) else block
+        return Block("", True) if hints < COMMANDS and _runs(without_prompts(block.text), used) else block
     if hints >= COMMANDS:
-        return Block(re.sub(r"`([^`\n]+)`", _without_flags, block.text))
-    chosen = [
-        sentence
-        for sentence in _SENTENCE.split(block.text)
-        if not any(_is_command(span) for span in re.findall(r"`([^`\n]+)`", sentence))
-    ]
+        return Block(_SPAN.sub(lambda span: f"`{span[1].split()[0]}`" if _runs(span[1], used) else span[0], block.text))
+    chosen = list[str]()
+    for sentence in _SENTENCE.split(block.text):
+        if not any(_runs(span, used) for span in _SPAN.findall(sentence)):
+            chosen.append(sentence)
+        elif _GOAL.search(sentence):
+            # What is asked must stay.
+            chosen.append(_SPAN.sub(lambda span: "a command" if _runs(span[1], used) else span[0], sentence))
     return Block(" ".join(chosen))
 
 
-def _is_command(span: str) -> bool:
-    return is_commands(span) and (len(span.split()) > 1 or span in programs.ALLOWED)
-
-
-def _without_flags(match: re.Match[str]) -> str:
-    span = match[1]
-    return f"`{span.split()[0]}`" if is_commands(span) and len(span.split()) > 1 else match[0]
+def _runs(text: str, used: Collection[str]) -> bool:
+    """Whether a text is a command that runs a program of the solution."""
+    return is_commands(text) and any(command.program in used for command in read_commands(text))

@@ -18,7 +18,6 @@ import marshal
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 from xml.parsers import expat
@@ -88,15 +87,6 @@ def read_tags(text: str) -> list[str]:
     return [tag for tag in text.replace("<", "|").replace(">", "|").split("|") if tag]
 
 
-@dataclass(frozen=True, slots=True)
-class _Spooled:
-    """Where a question that waits for its answer lies in the temporary file."""
-
-    id: str
-    position: int
-    num_bytes: int
-
-
 class PostsSource(Source):
     """Questions of a dump, each with its accepted answer."""
 
@@ -117,7 +107,8 @@ class PostsSource(Source):
 
     def questions(self) -> Iterator[Item | Rejection]:
         """Every question: as an item when its accepted answer was read, or rejected."""
-        waiting: dict[str, _Spooled] = {}
+        # Id, place and size of questions in the temporary file, by the id of the answer that they wait for.
+        waiting: dict[str, tuple[str, int, int]] = {}
         position = 0
         with tempfile.TemporaryFile() as spool:
             for row in read_rows(self._path):
@@ -128,14 +119,15 @@ class PostsSource(Source):
                             continue
                         data = marshal.dumps(row)
                         spool.write(data)
-                        waiting[row["AcceptedAnswerId"]] = _Spooled(row["Id"], position, len(data))
+                        waiting[row["AcceptedAnswerId"]] = row["Id"], position, len(data)
                         position += len(data)
                     case "2" if (found := waiting.pop(row.get("Id", ""), None)) is not None:
                         spool.flush()
-                        data = os.pread(spool.fileno(), found.num_bytes, found.position)
+                        _, start, num_bytes = found
+                        data = os.pread(spool.fileno(), num_bytes, start)
                         yield question_item(marshal.loads(data), row)
-        for answer, left in waiting.items():
-            yield Rejection("accepted answer missing", {"answer": answer}, id=left.id)
+        for answer, (id, *_) in waiting.items():
+            yield Rejection("accepted answer missing", {"answer": answer}, id=id)
 
     def _refused(self, row: Row) -> Rejection | None:
         """The gates on attributes alone, so that most rows of a dump are never stored."""

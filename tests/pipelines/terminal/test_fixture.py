@@ -158,7 +158,8 @@ def test_grades_follow_from_what_the_question_states() -> None:
 
 def test_hints_are_removed_step_by_step() -> None:
     question = (
-        "<p>I have <code>s.txt</code>. I tried <code>sort -k3 s.txt</code>, in vain.</p>"
+        "<p>I have <code>s.txt</code>. I tried <code>sort -k3 s.txt</code>, in vain. "
+        "How do I get <code>id name</code> sorted? Is <code>sort -r</code> what I need?</p>"
         "<pre><code>sort -k3 s.txt</code></pre><p>Wanted:</p><pre><code>b 9\na 1</code></pre>"
     )
     data = {"title": "Sort by a column with sort", "question": question, "solution": "sort -k2,2nr --stable s.txt"}
@@ -168,6 +169,7 @@ def test_hints_are_removed_step_by_step() -> None:
     assert "b 9\na 1" in formats
     for text in (none, formats):
         assert not re.search(r"\bsort (?:-k|with)|with sort|`sort", text)
+        assert "How do I get `id name` sorted? Is a command what I need?" in text
     assert "A solution uses `sort`." in commands
     assert "-k3" not in commands.partition("```")[0]
     assert "A solution uses `sort -k2,2nr --stable`" in flags or "--stable`" in flags

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from m2forge.errors import DataError, NotFoundError
+from m2forge.pipelines.config import PipelineConfig
 from m2forge.pipelines.stage import Item, Rejection
 from m2forge.pipelines.terminal.config import TerminalConfig
 from m2forge.pipelines.terminal.posts import PostsSource, read_rows, read_tags
@@ -92,6 +93,17 @@ def test_a_missing_or_packed_dump_is_one_error(tmp_path: Path) -> None:
         PostsSource(tmp_path / "Posts.xml", TerminalConfig(posts="x")).fingerprint()
     with pytest.raises(DataError, match=r"unpack Posts\.xml first"):
         list(read_rows(tmp_path / "posts.7z"))
+
+
+def test_models_and_sources_of_the_table_are_checked() -> None:
+    for table, problem in (
+        ({"posts": "x", "solver": {"model": "m"}}, r"terminal: no table models\.m"),
+        ({"posts": "x", "repair_model": "m"}, r"terminal: no table models\.m"),
+        ({"posts": "x", "solver": {}}, "expected one of model and command"),
+        ({"posts": "x", "eg": "y"}, "expected one of posts, eg and intercode, received posts, eg"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            PipelineConfig.model_validate({"name": "n", "terminal": table})
 
 
 def test_the_sample_is_what_its_sources_say() -> None:
