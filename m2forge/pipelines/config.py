@@ -26,8 +26,13 @@ from m2forge.tasks.task_set import Split
 Count = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
-PIPELINES = ("questions", "swe", "terminal", "distill")
-"""Keys of `PipelineConfig` that name a pipeline."""
+PIPELINES = {
+    "questions": "m2forge.pipelines.questions",
+    "swe": "m2forge.pipelines.swe.pipeline",
+    "terminal": "m2forge.pipelines.terminal.pipeline",
+    "distill": "m2forge.pipelines.distill",
+}
+"""Keys of `PipelineConfig` that name a pipeline, and its module, whose `make_pipeline` takes the key's table."""
 SOLUTION = "solution"
 """The teacher that runs a folder's own solution."""
 

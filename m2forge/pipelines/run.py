@@ -13,6 +13,7 @@ signal or for memory, that item is failed and the next one gets another process.
 
 import asyncio
 import ctypes
+import importlib
 import json
 import logging
 import os
@@ -41,7 +42,7 @@ from m2forge.files import write_atomic
 from m2forge.loop_thread import LoopThread
 from m2forge.observe.progress import progress
 from m2forge.pipelines.completion import Completions, EndpointError, serve_folder
-from m2forge.pipelines.config import PipelineConfig
+from m2forge.pipelines.config import PIPELINES, PipelineConfig
 from m2forge.pipelines.stage import (
     Completion,
     Context,
@@ -99,28 +100,9 @@ def _has_begun(run_dir: Path) -> bool:
 
 
 def make_pipeline(config: PipelineConfig) -> Pipeline:
-    match config.pipeline:
-        case "questions":
-            from m2forge.pipelines import questions
-
-            assert config.questions is not None
-            return questions.make_pipeline(config.questions)
-        case "swe":
-            from m2forge.pipelines.swe import pipeline
-
-            assert config.swe is not None
-            return pipeline.make_pipeline(config.swe)
-        case "terminal":
-            from m2forge.pipelines.terminal import pipeline as terminal
-
-            assert config.terminal is not None
-            return terminal.make_pipeline(config.terminal)
-        case "distill":
-            from m2forge.pipelines import distill
-
-            assert config.distill is not None
-            return distill.make_pipeline(config.distill)
-    raise ConfigError(f"no pipeline {config.pipeline!r}")
+    module = importlib.import_module(PIPELINES[config.pipeline])
+    made: Pipeline = module.make_pipeline(getattr(config, config.pipeline))
+    return made
 
 
 def run_stages(pipeline: Pipeline, config: PipelineConfig, run_dir: Path) -> list[StageYield]:
