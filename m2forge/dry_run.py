@@ -139,7 +139,7 @@ def describe_pipeline(config: "PipelineConfig", runs: Path) -> Iterator[tuple[st
 
     pipeline = make_pipeline(config)
     pipeline.source.fingerprint()
-    yield "pipeline", config.pipeline
+    yield "pipeline", next(iter(config.tables))
     yield "stages", " → ".join((pipeline.source.name, *(stage.name for stage in pipeline.stages)))
     for name, model in config.models.items():
         yield "models", f"{name}: {model.model} at {model.url}"

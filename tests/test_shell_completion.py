@@ -151,7 +151,7 @@ def test_bash_completes_with_the_script(tmp_path: Path) -> None:
     assert ask_bash(tmp_path, *lines) == [
         ["presets", "pretrain"],
         ["bash", "zsh"],
-        ["configs/rl/demo.toml"],
+        ["configs/rl/demo-terminal.toml", "configs/rl/demo.toml"],
         ["train.optimizer.kind="],
         ["adamw", "muon"],
         ["muon"],

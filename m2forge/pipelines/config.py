@@ -179,13 +179,14 @@ class PipelineConfig(Config):
     distill: DistillConfig | None = None
 
     @property
-    def pipeline(self) -> str:
-        """The key of the table that names the pipeline."""
-        return next(key for key in PIPELINES if getattr(self, key) is not None)
+    def tables(self) -> dict[str, Config]:
+        """The tables that name a pipeline, by key: one, in a valid configuration."""
+        named = {"questions": self.questions, "swe": self.swe, "terminal": self.terminal, "distill": self.distill}
+        return {key: table for key, table in named.items() if table is not None}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        found = [key for key in PIPELINES if getattr(self, key) is not None]
+        found = list(self.tables)
         if len(found) != 1:
             raise ValueError(
                 f"expected one of the tables {', '.join(PIPELINES)}, received {', '.join(found) or 'none'}"

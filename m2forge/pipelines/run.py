@@ -100,8 +100,8 @@ def _has_begun(run_dir: Path) -> bool:
 
 
 def make_pipeline(config: PipelineConfig) -> Pipeline:
-    module = importlib.import_module(PIPELINES[config.pipeline])
-    made: Pipeline = module.make_pipeline(getattr(config, config.pipeline))
+    ((key, table),) = config.tables.items()
+    made: Pipeline = importlib.import_module(PIPELINES[key]).make_pipeline(table)
     return made
 
 
