@@ -23,7 +23,7 @@ from m2forge.pipelines.stage import Context, Item, Passed, Pipeline, Rejection, 
 from m2forge.pipelines.swe.candidate import Candidate, Release, pack_tree, permissive, unpack_tree
 from m2forge.pipelines.swe.config import SweConfig
 from m2forge.pipelines.swe.environment import Environment, Runner, build
-from m2forge.pipelines.swe.injection import inject, prepare_release
+from m2forge.pipelines.swe.mutation import inject, prepare_release
 from m2forge.pipelines.swe.source import (
     Clone,
     debian_candidate,

@@ -4,31 +4,132 @@
 
 `build` runs the answer on fixtures; `prove` runs the folder as any other: its solution must have perf 1, doing nothing
 perf 0, each twice. `select` measures a reference solver where one is configured, and else takes the configured hints.
+
+The gates on a question's text, and its grade:
+
+    length      long enough to say what is asked, short enough to be one task
+    system      asks about Linux, or about no system in particular
+    form        asks how to do something, not for an explanation or an opinion
+    grade       excellent, good, fair or poor; the first two stay
+
+A variant is selected if at least one attempt passed and the one-sided 95% Clopper–Pearson bound of its pass rate is
+below 0.8: with k of n attempts passed, the bound is the p at which P(at most k of n pass) = 0.05. After 4, 8, 16 and 32
+attempts,
+
+    selected      k ≥ 1 and bound(k, n) < 0.8
+    dropped       no further attempts up to 32 could select it, or 32 are made
+    undecided     otherwise: the number of attempts doubles
+
+Variants are tried from the fewest hints on; the first selected one is the task. The same tests decide for all variants.
 """
 
+import functools
+import math
+import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import cast
 
 from m2forge.errors import DataError, EngineError
 from m2forge.pipelines.output import WriteFolders
 from m2forge.pipelines.stage import Context, Item, Pipeline, Rejection, Rule, Source, Stage
-from m2forge.pipelines.terminal import answer, gate, selection
+from m2forge.pipelines.terminal import answer
 from m2forge.pipelines.terminal.build import Build, Unusable, prepare, read_question
 from m2forge.pipelines.terminal.config import TerminalConfig
-from m2forge.pipelines.terminal.instruction import instruction
-from m2forge.pipelines.terminal.markup import plain
+from m2forge.pipelines.terminal.markup import Block, plain
 from m2forge.pipelines.terminal.operand import Role
-from m2forge.pipelines.terminal.package import EgSource, InterCodeSource
-from m2forge.pipelines.terminal.posts import PostsSource
-from m2forge.pipelines.terminal.task_folder import folder_name, task_files
+from m2forge.pipelines.terminal.posts import EgSource, InterCodeSource, PostsSource
+from m2forge.pipelines.terminal.task_folder import folder_name, instruction, task_files
 from m2forge.records import JsonValue, Verdict
 from m2forge.tasks.folders.environment import FolderEnvironment
 from m2forge.tasks.folders.environment import prepare as prepare_folder
 from m2forge.tasks.folders.folder import read_folder, write_folder
 from m2forge.tasks.folders.trial import NOP, NUM_TRIES, ORACLE, attempt
+
+_OTHER_SYSTEMS_NAMES = """
+windows windows-7 windows-8 windows-10 windows-11 powershell batch-file cmd cmd.exe wsl macos osx mac os-x applescript
+finder homebrew bsd freebsd openbsd solaris aix hp-ux android ios cygwin mingw
+"""
+OTHER_SYSTEMS = frozenset(_OTHER_SYSTEMS_NAMES.split())
+_SYSTEM_TEXT = re.compile(
+    r"\b(?:PowerShell|Mac ?OS(?: X)?|OS X|macOS|on (?:my|a) Mac(?:book)?\b|Windows (?:7|8|10|11|XP|Server)|cmd\.exe|"
+    r"FreeBSD|OpenBSD|Solaris|AIX|HP-UX|Cygwin|Task Scheduler)\b|(?<!\w)[A-Z]:\\\w"
+)
+_EXPLANATION = re.compile(
+    r"^\W*(?:what (?:does|do|is|are|was|were)\b|what['’]s (?:the )?(?:difference|meaning|best|point)|"
+    r"what (?:kind|sort)\b|why\b|when (?:should|to)\b|difference between\b|should (?:i|we)\b|"
+    r"which (?:is|one|shell|editor|language|tool|distro)\b|"
+    r"is (?:it|there) (?:safe|better|good|any (?:reason|advantage|difference))\b|explain\b|understanding\b|"
+    r"pros and cons\b|how does\b|how is\b|who\b|best\b)|\bvs\.?\b|\bversus\b|"
+    r"\bbest (?:practice|way to learn|editor|book)",
+    re.IGNORECASE,
+)
+_GOAL = re.compile(
+    r"\b(?:how (?:do|can|to|would|should|could)|i (?:want|need|have to|wish)|i['’]d (?:like|rather|love|prefer)|"
+    r"would like|is there (?:a|an|any|some)|looking for|trying to|wanted|what(?:'s| is) the|what do|what am i|"
+    r"should (?:be|become|give|print|get|end|have)|"
+    r"convert|create|remove|replace|find|list|count|print|extract|sort|write)\b|\?",
+    re.IGNORECASE,
+)
+
+
+class Grade(StrEnum):
+    EXCELLENT = "excellent"
+    """States a goal, names the files of the answer, and shows input or result."""
+    GOOD = "good"
+    """States a goal, and names the files of the answer, or shows input, or needs none."""
+    FAIR = "fair"
+    """States a goal; what the answer works on is not in the question."""
+    POOR = "poor"
+
+
+KEPT = (Grade.EXCELLENT, Grade.GOOD)
+
+
+def gate(title: str, tags: Sequence[str], blocks: list[Block], config: TerminalConfig) -> Rejection | None:
+    """The first gate that a question does not pass."""
+    text = f"{title}\n{plain(blocks)}"
+    if not config.min_characters <= len(text) <= config.max_characters:
+        return Rejection("length", {"characters": len(text)})
+    if others := sorted(set(tags) & OTHER_SYSTEMS):
+        return Rejection("another system", {"tags": list(others)})
+    if found := _SYSTEM_TEXT.search(text):
+        return Rejection("another system", {"text": found[0]})
+    if found := _EXPLANATION.search(title):
+        return Rejection("asks for an explanation or opinion", {"title": title})
+    return None
+
+
+def grade(title: str, blocks: list[Block], operands: Sequence[str]) -> tuple[Grade, dict[str, bool]]:
+    """`operands`: files and folders that the answer works on. Returns the grade and what it rests on."""
+    text = f"{title}\n{plain(blocks)}"
+    named = [name for name in operands if _is_named(name, text)]
+    facts = {
+        "states a goal": bool(_GOAL.search(text)),
+        "names the files": bool(operands) and len(named) == len(operands),
+        "shows input or result": any(block.is_code for block in blocks),
+        "needs no files": not operands,
+    }
+    if not facts["states a goal"]:
+        return Grade.POOR, facts
+    if facts["names the files"] and facts["shows input or result"]:
+        return Grade.EXCELLENT, facts
+    if facts["names the files"] or facts["shows input or result"] or facts["needs no files"]:
+        return Grade.GOOD, facts
+    return Grade.FAIR, facts
+
+
+def _is_named(operand: str, text: str) -> bool:
+    """Whether the question names a file or folder; of a glob, its longest literal part."""
+    first = max(re.split(r"[*?]|\[[^\]]*\]", operand.removeprefix("./").split("/")[0]), key=len)
+    return bool(first.strip(".")) and first in text
+
+
+# -- the stages --------------------------------------------------------------------------------------------------------
 
 FOLDER = "tasks"
 NUM_PROOFS = 2
@@ -66,7 +167,7 @@ def check_gates(item: Item, config: TerminalConfig) -> Item | Rejection:
     question = read_question(item)
     if len(plain(question.answer)) > config.max_characters:
         return Rejection("length", {"characters": len(plain(question.answer))})
-    rejection = gate.gate(question.title, cast("Sequence[str]", item.data["tags"]), question.blocks, config)
+    rejection = gate(question.title, cast("Sequence[str]", item.data["tags"]), question.blocks, config)
     return rejection or item
 
 
@@ -93,8 +194,8 @@ def extract(item: Item, config: TerminalConfig) -> Item | Rejection:
 
 def check_grade(item: Item) -> Item | Rejection:
     question = read_question(item)
-    found, facts = gate.grade(question.title, question.blocks, cast("Sequence[str]", item.data["operands"]))
-    if found not in gate.KEPT:
+    found, facts = grade(question.title, question.blocks, cast("Sequence[str]", item.data["operands"]))
+    if found not in KEPT:
         return Rejection(f"graded {found}", dict(facts))
     return item.adding(grade=str(found))
 
@@ -173,13 +274,13 @@ class Select(Stage):
         for hints in range(4):
             text = instruction(item, hints)
             with _Trials(item, text, hints, self._config, context) as trials:
-                found = selection.measure(lambda number: self._attempt(trials, text, number, context))  # noqa: B023
+                found = measure(lambda number: self._attempt(trials, text, number, context))  # noqa: B023
             entry: dict[str, JsonValue] = {"hints": hints, "decision": str(found.decision)}
             entry |= {"passed": found.num_passed, "attempts": found.num_attempts, "bound": round(found.bound, 4)}
             measured.append(entry)
-            if found.decision is selection.Decision.SELECTED:
+            if found.decision is Decision.SELECTED:
                 return item.adding(instruction=text, hints=hints, measured=measured)
-            if found.decision is selection.Decision.TOO_EASY:
+            if found.decision is Decision.TOO_EASY:
                 # More hints make it easier still.
                 break
         last = cast("dict[str, JsonValue]", measured[-1])
@@ -200,3 +301,61 @@ def read_script(content: str) -> str:
     """The first code block of a completion, else all of it."""
     _, fence, rest = content.partition("```")
     return rest.partition("\n")[2].partition("```")[0] if fence else content
+
+
+# -- the choice of a variant -------------------------------------------------------------------------------------------
+
+NUM_ATTEMPTS = (4, 8, 16, 32)
+MAX_PASS_RATE = 0.8
+CONFIDENCE = 0.95
+_NUM_STEPS = 60
+
+
+class Decision(StrEnum):
+    SELECTED = "selected"
+    TOO_EASY = "too easy"
+    UNSOLVED = "never solved"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    decision: Decision
+    num_passed: int
+    num_attempts: int
+    bound: float
+
+
+@functools.cache
+def upper_bound(num_passed: int, num_attempts: int) -> float:
+    """Clopper–Pearson, one-sided, found by bisection: the probability of at most k passes falls with the pass rate."""
+    if num_passed >= num_attempts:
+        return 1.0
+    low, high = 0.0, 1.0
+    for _ in range(_NUM_STEPS):
+        middle = (low + high) / 2
+        if _at_most(num_passed, num_attempts, middle) > 1 - CONFIDENCE:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _at_most(num_passed: int, num_attempts: int, rate: float) -> float:
+    return math.fsum(
+        math.comb(num_attempts, k) * rate**k * (1 - rate) ** (num_attempts - k) for k in range(num_passed + 1)
+    )
+
+
+def measure(attempt: Callable[[int], bool]) -> Measured:
+    """`attempt`: makes the attempt of a number, from 0 on, and returns whether it passed."""
+    num_passed = num_made = 0
+    for number in NUM_ATTEMPTS:
+        num_passed += sum(attempt(index) for index in range(num_made, number))
+        num_made = number
+        bound = upper_bound(num_passed, num_made)
+        if num_passed and bound < MAX_PASS_RATE:
+            return Measured(Decision.SELECTED, num_passed, num_made, bound)
+        if upper_bound(num_passed, NUM_ATTEMPTS[-1]) >= MAX_PASS_RATE:
+            return Measured(Decision.TOO_EASY, num_passed, num_made, bound)
+    decision = Decision.TOO_EASY if num_passed else Decision.UNSOLVED
+    return Measured(decision, num_passed, num_made, upper_bound(num_passed, num_made))

@@ -6,10 +6,20 @@
     solution/solve.sh               the accepted answer's commands
 
 Authors and licence of the question are in `[metadata.m2forge]`.
+
+The instructions are variants from many hints to none, all verified by the same tests:
+
+    3   flags      the programs of a solution with their options
+    2   commands   the programs of a solution
+    1   formats    the question's expected output, or the beginning of the output for other files
+    0   none       the question without commands and without expected output
+
+Files, and where the result belongs, are in every variant, because the tests need them.
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -17,8 +27,11 @@ import tomli_w
 
 from m2forge.config import TomlValue
 from m2forge.pipelines.stage import Item
-from m2forge.pipelines.terminal import state
+from m2forge.pipelines.terminal import programs, state
+from m2forge.pipelines.terminal.answer import is_commands, without_prompts
 from m2forge.pipelines.terminal.build import ENV, OUTPUT, WORKSPACE
+from m2forge.pipelines.terminal.markup import Block, markdown, read_blocks
+from m2forge.pipelines.terminal.shell import read_commands
 from m2forge.tasks.folders.folder import CONFIG_NAME, INSTRUCTION_NAME, FileKind, FolderFile
 from m2forge.tasks.folders.task_toml import SCHEMA_VERSIONS
 
@@ -99,3 +112,106 @@ def task_table(item: Item) -> dict[str, TomlValue]:
             "storage_mb": 1024,
         },
     }
+
+
+FORMATS, COMMANDS, FLAGS = 1, 2, 3
+# -- instructions ------------------------------------------------------------------------------------------------------
+
+MAX_LISTED = 12
+MAX_EXAMPLE_LINES = 3
+_SPAN = re.compile(r"`([^`\n]+)`")
+_GOAL = re.compile(r"\?|\b(?:want|need|like to|how)\b", re.IGNORECASE)
+_SENTENCE = re.compile(r"(?<=[.!?:…])\s+(?=[A-Z`(])")
+
+
+def instructions(item: Item) -> list[str]:
+    """The variants, that with the fewest hints first."""
+    return [instruction(item, hints) for hints in (0, FORMATS, COMMANDS, FLAGS)]
+
+
+def instruction(item: Item, hints: int) -> str:
+    data = item.data
+    expected = cast("Sequence[str]", data["example_expected"])
+    used = {command.program for command in read_commands(item.text("solution"))}
+    blocks = [_reduced(block, hints, used) for block in read_blocks(item.text("question"))]
+    shown = [b for b in blocks if b.text.strip() and not (hints < FORMATS and b.is_code and b.text in expected)]
+    parts = [f"# {_title(item.text('title'), hints)}", markdown(shown), "## Task", _task(data)]
+    if hints >= FORMATS and not expected and (example := _example(data)):
+        parts.append(example)
+    if hints >= COMMANDS and (named := _hint(item.text("solution"), hints)):
+        parts.append(named)
+    return "\n\n".join(part for part in parts if part.strip()) + "\n"
+
+
+def _task(data: Mapping[str, object]) -> str:
+    inputs = cast("list[str]", data["inputs"])
+    changed = cast("Mapping[str, list[str]]", data["changed"])
+    lines = [
+        f"Do this once for the files in `{WORKSPACE}`.",
+        "Where the question shows a file, the one there has the same form and other contents.",
+    ]
+    if inputs:
+        lines.append(f"Files: {_listed(inputs)}.")
+    if data["prints"]:
+        lines.append(f"Write the result to `{WORKSPACE}/{OUTPUT}`, as a command would print it.")
+        if not cast("Mapping[str, object]", data["expected"])["is_ordered"]:
+            lines.append("The order of its lines does not matter.")
+    elif changed["created"]:
+        lines.append(f"The result includes {_listed(changed['created'])}.")
+    lines.append("Leave other files as they are, and no further ones behind; scratch files belong in `/tmp`.")
+    return "\n".join(lines)
+
+
+def _listed(paths: Sequence[str]) -> str:
+    shown = ", ".join(f"`{path}`" for path in paths[:MAX_LISTED])
+    return shown if len(paths) <= MAX_LISTED else f"{shown} and {len(paths) - MAX_LISTED} more"
+
+
+def _example(data: Mapping[str, object]) -> str:
+    """The beginning of the result for other files of the same form."""
+    lines = [line for line in str(data["example"]).rstrip("\n").split("\n") if line.strip()][:MAX_EXAMPLE_LINES]
+    return "For other files, the result begins like this:\n\n```\n" + "\n".join(lines) + "\n```" if lines else ""
+
+
+def _hint(script: str, hints: int) -> str:
+    names: dict[str, list[str]] = {}
+    for command in read_commands(script):
+        if command.program and command.program not in ("for", "done", "cd"):
+            options = [text for text in command.texts if re.fullmatch(r"--?[a-zA-Z][\w-]*(=.*)?", text)]
+            names.setdefault(command.program, []).extend(option.partition("=")[0] for option in options)
+    if not names:
+        return ""
+    if hints < FLAGS:
+        return "A solution uses " + ", ".join(f"`{name}`" for name in names) + "."
+    shown = [" ".join([name, *dict.fromkeys(options)]) for name, options in names.items()]
+    return "A solution uses " + ", ".join(f"`{one}`" for one in shown) + "."
+
+
+def _title(title: str, hints: int) -> str:
+    if hints >= COMMANDS:
+        return title
+    known = "|".join(sorted(map(re.escape, filter(str.isalnum, programs.ALLOWED)), key=len, reverse=True))
+    return re.sub(rf"\s*\b(?:with|using|in|by)\s+(?:{known})\b", "", title, flags=re.IGNORECASE)
+
+
+def _reduced(block: Block, hints: int, used: Collection[str]) -> Block:
+    """A block of the question without the hints that this variant does not give. `used`: programs of the solution."""
+    if hints >= FLAGS:
+        return block
+    if block.is_code:
+        return Block("", True) if hints < COMMANDS and _runs(without_prompts(block.text), used) else block
+    if hints >= COMMANDS:
+        return Block(_SPAN.sub(lambda span: f"`{span[1].split()[0]}`" if _runs(span[1], used) else span[0], block.text))
+    chosen = list[str]()
+    for sentence in _SENTENCE.split(block.text):
+        if not any(_runs(span, used) for span in _SPAN.findall(sentence)):
+            chosen.append(sentence)
+        elif _GOAL.search(sentence):
+            # What is asked must stay.
+            chosen.append(_SPAN.sub(lambda span: "a command" if _runs(span[1], used) else span[0], sentence))
+    return Block(" ".join(chosen))
+
+
+def _runs(text: str, used: Collection[str]) -> bool:
+    """Whether a text is a command that runs a program of the solution."""
+    return is_commands(text) and any(command.program in used for command in read_commands(text))

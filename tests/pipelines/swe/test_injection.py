@@ -5,7 +5,7 @@ import ast
 import pytest
 
 from m2forge.pipelines.swe.environment import Outcomes, TestRun
-from m2forge.pipelines.swe.injection import broken_tests, without_functions
+from m2forge.pipelines.swe.mutation import broken_tests, without_functions
 
 P, F = Outcomes.PASSED, Outcomes.FAILED
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from m2forge.pipelines.stage import Item
-from m2forge.pipelines.terminal import fixture, gate, generate, state
+from m2forge.pipelines.terminal import fixture, generate, pipeline, state
 from m2forge.pipelines.terminal.config import TerminalConfig
-from m2forge.pipelines.terminal.instruction import instructions
 from m2forge.pipelines.terminal.markup import Block, markdown, read_blocks
 from m2forge.pipelines.terminal.operand import Role, operands
 from m2forge.pipelines.terminal.sample import read_shown
 from m2forge.pipelines.terminal.shell import read_commands
+from m2forge.pipelines.terminal.task_folder import instructions
 
 
 def request(html: str, script: str) -> fixture.Request:
@@ -143,17 +143,17 @@ CONFIG = TerminalConfig(posts="x")
     ],
 )
 def test_gates_refuse_by_length_system_and_form(title: str, tags: list[str], body: str, reason: str | None) -> None:
-    found = gate.gate(title, tags, [Block(body)], CONFIG)
+    found = pipeline.gate(title, tags, [Block(body)], CONFIG)
     assert (None if found is None else found.reason) == reason
 
 
 def test_grades_follow_from_what_the_question_states() -> None:
     code = Block("1,2", True)
     goal = Block("How do I sum the columns of a.csv?")
-    assert gate.grade("Sum", [goal, code], ["a.csv"])[0] is gate.Grade.EXCELLENT
-    assert gate.grade("Sum", [goal], ["a.csv"])[0] is gate.Grade.GOOD
-    assert gate.grade("Sum", [goal], ["other.csv"])[0] is gate.Grade.FAIR
-    assert gate.grade("Sum", [Block("a.csv is here"), code], ["a.csv"])[0] is gate.Grade.POOR
+    assert pipeline.grade("Sum", [goal, code], ["a.csv"])[0] is pipeline.Grade.EXCELLENT
+    assert pipeline.grade("Sum", [goal], ["a.csv"])[0] is pipeline.Grade.GOOD
+    assert pipeline.grade("Sum", [goal], ["other.csv"])[0] is pipeline.Grade.FAIR
+    assert pipeline.grade("Sum", [Block("a.csv is here"), code], ["a.csv"])[0] is pipeline.Grade.POOR
 
 
 def test_hints_are_removed_step_by_step() -> None:

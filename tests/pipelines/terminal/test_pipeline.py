@@ -11,7 +11,7 @@ import pytest
 
 from m2forge.cli import main
 from m2forge.pipelines.stage import Completion, Context, Item, Rejection
-from m2forge.pipelines.terminal import selection
+from m2forge.pipelines.terminal import pipeline
 from m2forge.pipelines.terminal.build import Build
 from m2forge.pipelines.terminal.config import SolverConfig, TerminalConfig
 from m2forge.pipelines.terminal.pipeline import Select, check_grade, extract
@@ -150,7 +150,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Item:
 def test_the_solvers_pass_rate_decides_on_the_variant(
     condition: str, decisions: list[str], built: Item, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selection, "NUM_ATTEMPTS", (4,) if condition.startswith("[") else (2,))
+    monkeypatch.setattr(pipeline, "NUM_ATTEMPTS", (4,) if condition.startswith("[") else (2,))
     solver = SolverConfig(command=f"{condition} && {built.text('solution')} > output.txt")
     found = Select(config(solver=solver)).process(built, context(tmp_path))
     evidence = found.data if isinstance(found, Item) else found.evidence

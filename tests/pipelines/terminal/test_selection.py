@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from m2forge.pipelines.terminal.selection import NUM_ATTEMPTS, Decision, measure, upper_bound
+from m2forge.pipelines.terminal.pipeline import NUM_ATTEMPTS, Decision, measure, upper_bound
 
 
 @pytest.mark.parametrize("num", NUM_ATTEMPTS)
