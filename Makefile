@@ -58,13 +58,13 @@ demo-terminal: $(DEMO_STAMP) ## a small network learns to use a shell from the t
 	@$(BIN)/python -m examples.demo_terminal $(ARGS)
 
 test: $(STAMP) $(CHROMIUM) ## run the tests on 2 cores (ARGS="-k name" is passed on)
-	$(TEST_ENV) $(BIN)/python -m pytest -n 3 $(WORKERS) $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 4 $(WORKERS) $(ARGS)
 
 test-fast: $(STAMP) ## run the tests that start no process and load no torch, with fewer random cases, in 90 seconds
 	M2FORGE_FAST=1 $(TEST_ENV) $(BIN)/python -m pytest -n 2 $(WORKERS) $(ARGS)
 
 test-long: $(STAMP) $(CHROMIUM) ## run the tests with many more random cases, and those marked long
-	M2FORGE_LONG=1 $(TEST_ENV) $(BIN)/python -m pytest -n 3 $(WORKERS) $(ARGS)
+	M2FORGE_LONG=1 $(TEST_ENV) $(BIN)/python -m pytest -n 4 $(WORKERS) $(ARGS)
 
 test-vllm: $(STAMP) $(VLLM_STAMP) ## test the vLLM backend against a real server (downloads gigabytes, takes minutes)
 	M2FORGE_VLLM=$(VLLM)/bin/python $(TEST_ENV) $(BIN)/python -m pytest -m vllm tests/rollout $(ARGS)

@@ -1,4 +1,4 @@
-"""Which worker runs which files: two compute, and a third runs only files whose tests wait for most of their time."""
+"""Which worker runs which files: two compute, and two others run only files whose tests wait for most of their time."""
 
 import os
 from collections.abc import Sequence
@@ -10,11 +10,17 @@ from xdist.workermanage import WorkerController
 WAITING = (
     "tests/page/test_browser.py",
     "tests/test_install.py",
+    "tests/rl/test_restart.py",
+    "tests/tasks/test_runner.py",
     "tests/rl/test_faults.py",
     "tests/rl/test_attempts.py",
+    "tests/rl/test_own_tasks.py",
     "tests/agents/test_worker_pool.py",
     "tests/page/test_browser_runs.py",
     "tests/rl/test_loop.py",
+    "tests/rl/test_deployed.py",
+    "tests/agents/test_examples.py",
+    "tests/rl/test_run.py",
     "tests/train/test_parallel.py",
     "tests/pool/test_processes.py",
     "tests/pool/test_pool.py",
@@ -31,9 +37,9 @@ WAITING = (
     "tests/agents/test_command.py",
 )
 """Files whose tests wait for browsers, timeouts and databases, those that take longest first."""
-WAITER = "gw2"
-"""The worker that runs these files, if there is one of this name, and then ends: a third that computed would slow the
-other two down. They run what it has not begun when they have nothing else left."""
+WAITERS = ("gw2", "gw3")
+"""The workers that run these files, if there are any of these names, and then end: others that computed would slow the
+first two down. Those run what is not begun when they have nothing else left."""
 IMPORTING = (
     "tests/model/test_checkpoint.py",
     "tests/model/test_gguf.py",
@@ -53,9 +59,9 @@ TESTS = Path(__file__).parent
 
 
 def is_waiter(arguments: Sequence[str]) -> bool:
-    """Whether this process runs `WAITING` alone and need not import the other files, half of what a worker imports.
-    `arguments`: what pytest collects; every worker collects files and folders that are named one by one."""
-    return os.environ.get("PYTEST_XDIST_WORKER") == WAITER and [Path(each).absolute() for each in arguments] == [TESTS]
+    """Whether this process runs files of `WAITING` alone and need not import the others, half of what a worker
+    imports. `arguments`: what pytest collects; every worker collects files and folders that are named one by one."""
+    return os.environ.get("PYTEST_XDIST_WORKER") in WAITERS and [Path(each).absolute() for each in arguments] == [TESTS]
 
 
 def is_waiting(path: Path) -> bool:
@@ -65,20 +71,21 @@ def is_waiting(path: Path) -> bool:
 class WaitingApart(LoadFileScheduling):  # type: ignore[misc]
     def _check_nodes_have_same_collection(self) -> bool:
         collections = self.registered_collections
-        waiter = next((node for node in collections if node.gateway.id == WAITER), None)
-        others = [tests for node, tests in collections.items() if node is not waiter]
-        if waiter is not None and others:
-            # Of the others' tests it collects a part. The first collection is the one that is scheduled.
-            part = collections.pop(waiter)
-            waiting = [test for test in others[0] if self._split_scope(test) in WAITING]
+        parts = {node: tests for node, tests in collections.items() if node.gateway.id in WAITERS}
+        others = [tests for node, tests in collections.items() if node not in parts]
+        if parts and others:
+            # Of the others' tests they collect a part. The first collection is the one that is scheduled.
+            for node in parts:
+                del collections[node]
             is_same = super()._check_nodes_have_same_collection()
-            collections[waiter] = part
-            if sorted(part) == sorted(waiting):
+            collections.update(parts)
+            waiting = sorted(test for test in others[0] if self._split_scope(test) in WAITING)
+            if all(sorted(part) == waiting for part in parts.values()):
                 return bool(is_same)
         return bool(super()._check_nodes_have_same_collection())
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        is_waiter = node.gateway.id == WAITER
+        is_waiter = node.gateway.id in WAITERS
         waiting = [file for file in WAITING if file in self.workqueue]
         wanted = waiting if is_waiter else [file for file in self.workqueue if file not in waiting]
         importing = [file for file in IMPORTING if file in wanted]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.cost import ROOT, Cost, cost_of, run_order
-from tests.schedule import IMPORTING, WAITER, WAITING, is_waiter, is_waiting
+from tests.schedule import IMPORTING, WAITERS, WAITING, is_waiter, is_waiting
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def test_every_scheduled_file_is_there_once() -> None:
     assert len({*scheduled}) == len(scheduled)
 
 
-def test_the_waiting_worker_collects_its_own_files_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTEST_XDIST_WORKER", WAITER)
+def test_waiting_workers_collect_their_own_files_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", WAITERS[-1])
     monkeypatch.chdir(ROOT)
     assert is_waiter(["tests"])
     assert is_waiter([str(ROOT / "tests")])
