@@ -46,6 +46,8 @@ LIMIT = "limit"
 LOST = "the attempt's sandbox was killed from outside"
 DEATHS_BEFORE_EXCLUSIVE = 2
 """After this many worker deaths an attempt gets a worker to itself, which shows whether the attempt kills it."""
+OPEN_S = 5.0
+"""How long a cancelled attempt waits for the gateway to open its episode, so that it can be deleted."""
 MAX_SILENT = 20
 """Attempts in a row that ended without a request to the policy, after which the agent counts as broken."""
 
@@ -298,7 +300,7 @@ class AttemptRunner(Generic[TaskHostT]):
                 # Otherwise requests that fail while a process starts would be blamed on the agent.
                 await self.gateway.wait_until_up()
                 self._num_up = num_starts
-            endpoint = await self.gateway.open(name, task, group, overrides)
+            endpoint = await self._open(name, task, group, overrides)
             job = Job(name, task, endpoint, await self.tasks.tools(task), workspace)
             answer, failure, recorded = await self._run(job, is_exclusive, num_starts)
             if failure is None and workspace.config == self.workspaces.config:
@@ -322,6 +324,16 @@ class AttemptRunner(Generic[TaskHostT]):
                 raise WorkerLost(str(error)) from error
             if self._num_starts() != num_starts:
                 raise Interrupted(str(error)) from error
+            raise
+
+    async def _open(self, name: str, task: Task, group: str, overrides: Overrides) -> Endpoint:
+        opening = asyncio.ensure_future(self.gateway.open(name, task, group, overrides))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # The gateway may be creating the episode: a deletion that overtakes it would leave the episode behind.
+            await asyncio.wait({opening}, timeout=OPEN_S)
+            opening.cancel()
             raise
 
     async def _run(self, job: Job, is_exclusive: bool, num_starts: int) -> tuple[str, str | None, Recorded]:
