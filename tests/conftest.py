@@ -18,7 +18,7 @@ MAX_S = 240
 LONG = os.environ.get("M2FORGE_LONG") == "1"
 FAST = os.environ.get("M2FORGE_FAST") == "1"
 
-settings.register_profile("default", max_examples=15, derandomize=True, deadline=None, database=None)
+settings.register_profile("default", max_examples=10, derandomize=True, deadline=None, database=None)
 settings.register_profile(
     "long", max_examples=1000, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
