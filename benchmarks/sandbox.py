@@ -25,9 +25,35 @@ from m2forge.sandbox import cgroup
 from m2forge.sandbox.backend import open_sandbox
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.sandbox.namespace import run_folder
+from m2forge.tasks.folders.environment import prepare
+from m2forge.tasks.folders.folder import FolderFile, read_folder, write_folder
+from m2forge.tasks.folders.verification import verify_attempt
 
 CONFIG = SandboxConfig(backend="namespace")
 TRUE = Command(("/bin/true",))
+WRITE = Command(("/bin/sh", "-c", "echo 1 > answer"))
+TASK = {
+    "task.toml": """schema_version = "1.4"
+artifacts = ["/workspace/answer"]
+[agent]
+user = 1000
+[verifier]
+environment_mode = "separate"
+[environment]
+network_mode = "no-network"
+workdir = "/workspace"
+""",
+    "instruction.md": "Write 1 to /workspace/answer.\n",
+    "environment/Dockerfile": "FROM debian\nCOPY --chown=1000:1000 files/ /workspace/\nWORKDIR /workspace\n",
+    "environment/files/README": "The working directory.\n",
+    "tests/test.sh": """#!/bin/sh
+reward=0
+[ "$(cat /workspace/answer)" = 1 ] && reward=1
+echo "$reward" > /logs/verifier/reward.txt
+[ "$reward" = 1 ]
+""",
+}
+"""The folder of an empty attempt."""
 NUM_OWNED, NUM_IDLE = 20, 500
 OWNER = f"""
 import asyncio
@@ -139,25 +165,20 @@ def _descendants(pid: int) -> list[int]:
 
 
 async def attempt_cpu_ms(repeats: int) -> float:
-    """CPU time of an empty attempt: fork, three commands, its files in a fresh fork, destroy."""
-    template = await open_sandbox(CONFIG)
-    snapshot = await template.snapshot()
-    before = _cpu_s()
-    for _ in range(repeats):
-        with tempfile.TemporaryDirectory() as scratch:
-            sandbox = await template.fork(snapshot)
-            for _ in range(3):
-                await sandbox.run(TRUE)
-            await sandbox.download(".", Path(scratch), 1 << 20)
-            await sandbox.close()
-            verifier = await template.fork(snapshot)
-            await verifier.upload(Path(scratch), ".")
-            await verifier.run(TRUE)
-            await verifier.close()
-    used = _cpu_s() - before
-    await template.close()
-    await snapshot.remove()
-    return 1000 * used / repeats
+    """CPU time of an empty attempt at a task folder: a sandbox of its image, three commands, the verdict of its tests
+    in another one, destroy."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "task"
+        write_folder(folder, {path: FolderFile(text.encode()) for path, text in TASK.items()})
+        environment = await prepare(read_folder(folder), CONFIG, "host")
+        before = _cpu_s()
+        for _ in range(repeats):
+            sandbox = await environment.open()
+            for command in (WRITE, TRUE, TRUE):
+                await sandbox.run(command)
+            verdict = await verify_attempt(environment, sandbox)
+            assert verdict.perf == 1, verdict.evidence
+        return 1000 * (_cpu_s() - before) / repeats
 
 
 def _cpu_s() -> float:

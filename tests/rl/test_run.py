@@ -97,8 +97,7 @@ def test_completions_end_where_the_context_of_their_domain_does(ended: Ended) ->
 
 
 def test_recorded_experts_are_the_engines_and_are_replayed(ended: Ended) -> None:
-    # The last token of a path is not run, nor what only a request for another group had computed.
-    assert all(step.values["replayed_share"] > 0.5 for step in read_metrics(ended.run_dir / "metrics.jsonl"))
+    assert all(step.values["replayed_share"] > 0 for step in read_metrics(ended.run_dir / "metrics.jsonl"))
     network = load_model(ended.model, dtype=torch.float32)
     num_equal = num_known = 0
     for tree in read_trees(ended):
@@ -111,6 +110,9 @@ def test_recorded_experts_are_the_engines_and_are_replayed(ended: Ended) -> None
                     path, CausalRows(1, path.numel(), path.device), with_mtp=False, returns_experts=True
                 ).experts_NLK
             is_known = routing[:, 0, 0] >= 0
+            # The last token of a path is not run. Of a prompt what only a request for another group had computed is
+            # not known, and how much that is depends on when requests come.
+            assert is_known[tree.samples[index].num_prompt : -1].all()
             assert not is_known[-1]
             num_known += int(is_known.sum())
             same = np.sort(routing, -1) == np.sort(own.numpy(), -1)
