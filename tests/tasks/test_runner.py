@@ -160,12 +160,10 @@ def test_what_fails_once_is_tried_again(hostile: LiveRunner, answer: str) -> Non
 def test_a_verifier_that_waits_for_a_processor_is_given_the_time(hostile: LiveRunner) -> None:
     """It needs two thirds of its limit, and shares its processor for thrice its limit."""
 
-    async def scene(runner: TaskRunner) -> Verdict:
-        await runner.verify(TASK, Submission("fine"))
-        with hog(seconds=1.5):
-            return await runner.verify(TASK, Submission("starve"))
-
-    assert hostile.play(scene).perf == 1.0
+    hostile.play(lambda runner: runner.verify(TASK, Submission("fine")))
+    with hog(seconds=1.5):
+        verdict = hostile.play(lambda runner: runner.verify(TASK, Submission("starve")))
+    assert verdict.perf == 1.0
 
 
 def test_a_verifier_without_cpu_is_retried_and_gives_no_verdict(
