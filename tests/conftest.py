@@ -52,7 +52,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.collect()
         gc.freeze()
-        gc.set_threshold(50_000)  # the default of 700 spends a tenth of a test's time on looking
+        gc.set_threshold(10_000)  # the default of 700 spends a tenth of a test's time on looking
         gc.enable()
 
 
