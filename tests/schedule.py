@@ -67,7 +67,7 @@ WAITING = (
     "tests/page/test_app.py",
     "tests/model/test_hub.py",
 )
-"""Files whose tests wait for browsers, timeouts and databases, those that take longest first."""
+"""Files whose tests wait for browsers, timeouts, databases and other processes; first those that take longest."""
 WAITERS = ("gw2", "gw3")
 """The workers that run these files, if there are any of these names, and then end: others that computed would slow the
 first two down. Those run what is not begun when they have nothing else left."""
