@@ -13,7 +13,7 @@ source = "tasks.jsonl"
 
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from m2forge.config import Config
 from m2forge.errors import suggest
@@ -21,6 +21,7 @@ from m2forge.pipelines.swe.config import SweConfig
 from m2forge.pipelines.terminal.config import TerminalConfig
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.tasks.config import VerifyConfig
+from m2forge.tasks.source import parse_reference
 from m2forge.tasks.task_set import Split
 
 Count = Annotated[int, Field(gt=0)]
@@ -33,6 +34,8 @@ PIPELINES = {
     "distill": "m2forge.pipelines.distill",
 }
 """Keys of `PipelineConfig` that name a pipeline, and its module, whose `make_pipeline` takes the key's table."""
+CUSTOM = "custom"
+"""The key of a pipeline that the user wrote."""
 SOLUTION = "solution"
 """The teacher that runs a folder's own solution."""
 
@@ -161,6 +164,20 @@ class DistillConfig(Config):
     sandbox: SandboxConfig = SandboxConfig()
 
 
+class CustomConfig(Config):
+    """A pipeline of the user's own, in a file or an installed module."""
+
+    pipeline: str = Field(min_length=1)
+    """FILE.py:NAME or PACKAGE.MODULE:NAME of a function that takes the table `options` and returns a `Pipeline`."""
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+    """What the function receives: any keys and values that JSON can hold."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        parse_reference(self.pipeline)
+        return self
+
+
 class PipelineConfig(Config):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     """The run's name: its directory is runs/NAME."""
@@ -177,11 +194,12 @@ class PipelineConfig(Config):
     swe: SweConfig | None = None
     terminal: TerminalConfig | None = None
     distill: DistillConfig | None = None
+    custom: CustomConfig | None = None
 
     @property
     def tables(self) -> dict[str, Config]:
         """The tables that name a pipeline, by key: one, in a valid configuration."""
-        named = {"questions": self.questions, "swe": self.swe, "terminal": self.terminal, "distill": self.distill}
+        named = {key: getattr(self, key) for key in (*PIPELINES, CUSTOM)}
         return {key: table for key, table in named.items() if table is not None}
 
     @model_validator(mode="after")
@@ -189,7 +207,7 @@ class PipelineConfig(Config):
         found = list(self.tables)
         if len(found) != 1:
             raise ValueError(
-                f"expected one of the tables {', '.join(PIPELINES)}, received {', '.join(found) or 'none'}"
+                f"expected one of the tables {', '.join((*PIPELINES, CUSTOM))}, received {', '.join(found) or 'none'}"
             )
         for name in self._asked():
             if name not in self.models:

@@ -17,6 +17,7 @@ import importlib
 import json
 import logging
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -42,7 +43,7 @@ from m2forge.files import write_atomic
 from m2forge.loop_thread import LoopThread
 from m2forge.observe.progress import progress
 from m2forge.pipelines.completion import Completions, EndpointError, serve_folder
-from m2forge.pipelines.config import PIPELINES, PipelineConfig
+from m2forge.pipelines.config import PIPELINES, CustomConfig, PipelineConfig
 from m2forge.pipelines.stage import (
     Completion,
     Context,
@@ -57,6 +58,8 @@ from m2forge.pipelines.stage import (
 )
 from m2forge.pipelines.store import Processed, Row, StageYield, Store
 from m2forge.records import JsonValue
+from m2forge.tasks.source import located
+from m2forge.tasks.user_code import end_of_trace, load_object
 from m2forge.train.run_dir import hold_run, open_run
 
 T = TypeVar("T")
@@ -100,8 +103,25 @@ def _has_begun(run_dir: Path) -> bool:
 
 
 def make_pipeline(config: PipelineConfig) -> Pipeline:
+    if config.custom is not None:
+        return _custom_pipeline(config.custom)
     ((key, table),) = config.tables.items()
     made: Pipeline = importlib.import_module(PIPELINES[key]).make_pipeline(table)
+    return made
+
+
+def _custom_pipeline(config: CustomConfig) -> Pipeline:
+    make = load_object(located(config.pipeline))
+    if not callable(make):
+        raise ConfigError(f"{config.pipeline}: expected a function that returns a Pipeline, received {make!r}")
+    try:
+        made = make(config.options)
+    except M2ForgeError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{config.pipeline}: raised:\n{end_of_trace(error)}") from error
+    if not isinstance(made, Pipeline):
+        raise ConfigError(f"{config.pipeline}: expected a Pipeline (m2forge/pipelines/stage.py), received {made!r}")
     return made
 
 
@@ -261,12 +281,14 @@ def _processed(stage: Stage, item: Item, context: Context) -> Outcome:
 class _Worker:
     """A worker process, for one thread of this process."""
 
-    def __init__(self, stage: Stage, context: Callable[[], _RunContext]) -> None:
+    def __init__(self, stage: Stage, context: Callable[[], _RunContext], own_code: str | None) -> None:
+        """`own_code`: the reference to the user's module that defines the stage."""
         self._context = context
         start = context()
         spawn = get_context("spawn")
         self._connection, theirs = spawn.Pipe()
-        arguments = (theirs, stage, start.run_dir, start.seed, os.getpid())
+        # As bytes: the process must import a user's module before it unpickles the stage.
+        arguments = (theirs, _pickled(stage), own_code, start.run_dir, start.seed, os.getpid())
         self._process = spawn.Process(target=_serve_items, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
@@ -317,6 +339,16 @@ class _Worker:
             self._connection.send(reply)
 
 
+def _pickled(stage: Stage) -> bytes:
+    try:
+        return pickle.dumps(stage)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise RunError(
+            f"stage {stage.name}: it runs in worker processes and cannot be pickled ({error}); give it neither lambdas "
+            'nor open files, or set runs_in = "threads"'
+        ) from error
+
+
 def _serve(context: _RunContext, name: str, arguments: tuple[Any, ...]) -> object:
     match name:
         case "ask":
@@ -328,12 +360,17 @@ def _serve(context: _RunContext, name: str, arguments: tuple[Any, ...]) -> objec
     return context.get(*arguments)
 
 
-def _serve_items(connection: Connection, stage: Stage, run_dir: Path, seed: int, parent: int) -> None:
+def _serve_items(
+    connection: Connection, pickled: bytes, own_code: str | None, run_dir: Path, seed: int, parent: int
+) -> None:
     """The worker process: items in, outcomes out, until the connection or the parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if os.getppid() != parent:
         return
+    if own_code is not None:
+        load_object(own_code)
+    stage: Stage = pickle.loads(pickled)
     context = _WorkerContext(connection, run_dir, seed, stage.name)
     with suppress(EOFError, BrokenPipeError):
         try:
@@ -371,6 +408,7 @@ class _Runner:
         completions: Completions,
     ) -> None:
         self._pipeline, self._num_workers, self._seed = pipeline, config.workers, config.seed
+        self._own_code = None if config.custom is None else located(config.custom.pipeline)
         self._run_dir, self._store, self._loop, self._completions = run_dir, store, loop, completions
         self._next_yields_s = 0.0
 
@@ -481,7 +519,8 @@ class _Runner:
             for row in rows:
                 yield self._process_here(stage, row)
             return
-        workers = _Workers(stage, lambda: self._context(stage.name)) if stage.runs_in == "processes" else None
+        is_here = stage.runs_in != "processes"
+        workers = None if is_here else _Workers(stage, lambda: self._context(stage.name), self._own_code)
         process = (lambda row: self._process_here(stage, row)) if workers is None else workers.process
         executor = ThreadPoolExecutor(self._num_workers)
         try:
@@ -512,14 +551,14 @@ class _Runner:
 class _Workers:
     """One worker process per thread that asks for one."""
 
-    def __init__(self, stage: Stage, context: Callable[[], _RunContext]) -> None:
-        self._stage, self._context = stage, context
+    def __init__(self, stage: Stage, context: Callable[[], _RunContext], own_code: str | None) -> None:
+        self._stage, self._context, self._own_code = stage, context, own_code
         self._mine, self._all = threading.local(), list[_Worker]()
 
     def process(self, row: Row) -> Processed:
         worker: _Worker | None = getattr(self._mine, "worker", None)
         if worker is None:
-            worker = self._mine.worker = _Worker(self._stage, self._context)
+            worker = self._mine.worker = _Worker(self._stage, self._context, self._own_code)
             self._all.append(worker)
         started_s = time.perf_counter()
         outcome, num_cached, is_alive = worker.process(row.item)

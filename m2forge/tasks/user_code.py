@@ -1,7 +1,7 @@
 """Imports users' modules: `FILE.py:NAME` or `PACKAGE.MODULE:NAME` in, the named object out.
 
-Only worker processes call this (`tasks/worker.py`), so that a module that crashes or never ends does not take the run
-with it. A module that raises at import is refused with the end of its traceback.
+Modules of tasks are imported in worker processes alone (`tasks/worker.py`), so that one that crashes or never ends does
+not take the run with it. A module that raises at import is refused with the end of its traceback.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ def _load_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        raise ConfigError(f"{path}: raised at import:\n{_trace(error)}") from error
+        raise ConfigError(f"{path}: raised at import:\n{end_of_trace(error)}") from error
     return module
 
 
@@ -65,10 +65,10 @@ def _load_module(name: str) -> ModuleType:
             raise NotFoundError(
                 f"{name}: no such module; install it, put its folder on PYTHONPATH, or name a file: FILE.py:NAME"
             ) from error
-        raise ConfigError(f"{name}: raised at import:\n{_trace(error)}") from error
+        raise ConfigError(f"{name}: raised at import:\n{end_of_trace(error)}") from error
 
 
-def _trace(error: BaseException) -> str:
-    """The last lines of the traceback, without our own frames."""
+def end_of_trace(error: BaseException) -> str:
+    """The last lines of a traceback, for a message about a user's module."""
     lines = "".join(traceback.format_exception(error)).strip().splitlines()
     return "\n".join(f"    {line}" for line in lines[-TRACE_LINES:])
