@@ -12,7 +12,6 @@ WAITING = (
     "tests/test_install.py",
     "tests/rl/test_restart.py",
     "tests/tasks/test_runner.py",
-    "tests/rl/test_faults.py",
     "tests/rl/test_attempts.py",
     "tests/rl/test_own_tasks.py",
     "tests/agents/test_worker_pool.py",

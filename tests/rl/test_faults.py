@@ -41,7 +41,6 @@ from m2forge.train.position import PREFIX
 from tests.pool.postgres import find_programs, fresh_database, postgres_server
 from tests.pool.test_processes import ENDED, check
 from tests.rl.ring import agent_command, command_of, processes, read_notes, started, wait_until_gone
-from tests.rl.scene import make_config, make_model
 
 NUM_SEEDS, NUM_STEPS, NUM_FAULTS = 5, 14, 50
 NUM_TASKS = 600
@@ -259,8 +258,7 @@ def run_disturbed(
         judge(pool, config)
     assert len(struck) == num_faults, "the run must be long enough to be struck"
     assert Counter(fault for _, fault in struck) == Counter(draw_faults(num_faults, random.Random(seed)))
-    if num_faults == NUM_FAULTS:  # few faults may all have met no attempt at work
-        assert witness.num_refused, "no key of an attempt that was restarted was tried"
+    assert witness.num_refused, "no key of an attempt that was restarted was tried"
     counts = ", ".join(f"{name} {fault} {num}" for (name, fault), num in sorted(Counter(struck).items()))
     print(f"{runs.name}: {counts}; an old key refused {witness.num_refused} times", flush=True)
     return tell(runs, config)
@@ -273,24 +271,6 @@ def tell(runs: Path, config: RLConfig) -> float:
     success = f"{first.success:.1%} before, {last.success:.1%} after"
     print(f"{runs.name}: {success}, of {last.num_tasks} held-out tasks; {passed_s:.0f} s", flush=True)
     return last.success
-
-
-def test_struck_twice_a_run_on_postgres_learns_everything_once(tmp_path: Path) -> None:
-    """By a seed with which the loop is killed behind a stopped trainer. (test_restart.py strikes a run on SQLite.)"""
-    if find_programs() is None:
-        pytest.skip(NO_POSTGRES)
-    agent = {
-        "command": agent_command(tmp_path / "notes.jsonl"),
-        "timeout_s": 60.0,
-        "budget": {"max_calls": 2, "max_tokens": 32},
-        "sandbox": {"inherits": ["PATH", "PYTHONPATH"], "timeout_s": 1000.0},
-    }
-    with database("postgres") as url:
-        # A random policy solves nothing: what it is rewarded for is the form alone, and groups are trained as they are.
-        pool = {"url": url, "window": {"queue": 8, "no_signal": "train"}}
-        model = make_model(tmp_path / "scene")
-        config = make_config(model, num_steps=3, agent=agent, pool=pool, eval={"num_tasks": 4})
-        run_disturbed(config, tmp_path, num_faults=2, max_gap_s=0.6, stopped_s=2.0, seed=109)
 
 
 @pytest.mark.long

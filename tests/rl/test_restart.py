@@ -1,11 +1,15 @@
-"""Processes that fail, are terminated, killed or stopped: the loop restarts them, nothing is lost or learnt twice."""
+"""Processes that fail, are terminated, killed or stopped, on PostgreSQL: the loop restarts them, a loop that is killed
+itself is resumed, and nothing is lost or learnt twice. (test_own_tasks.py kills those of a run on SQLite.)"""
 
 import re
+import signal
 import stat
 import subprocess
 import time
 from collections.abc import Mapping, Set
 from pathlib import Path
+
+import pytest
 
 from m2forge.gateway.episodes.closed_journal import journal_ids
 from m2forge.model.config_file import read_config
@@ -14,9 +18,11 @@ from m2forge.pool.pool import Pool
 from m2forge.rl.eval import read_attempts, read_results
 from m2forge.rl.layout import Layout
 from m2forge.rl.loop import is_trained, train_rl
+from tests.pool.postgres import find_programs
+from tests.pool.test_processes import check
 from tests.rl.ring import agent_command, command_of, processes, started, wait_until_gone
 from tests.rl.scene import make_config, make_model
-from tests.rl.test_faults import Fault, Witness, judge, strike, tell
+from tests.rl.test_faults import NO_POSTGRES, Fault, Witness, database, judge, strike, tell
 
 TIMEOUT_S, POLL_S = 150.0, 0.05
 
@@ -33,6 +39,13 @@ NUM_TASKS = 4
 
 
 def test_struck_processes_are_restarted_and_all_is_learnt_once(tmp_path: Path) -> None:
+    if find_programs() is None:
+        pytest.skip(NO_POSTGRES)
+    with database("postgres") as url:
+        run_and_strike(tmp_path, url)
+
+
+def run_and_strike(tmp_path: Path, url: str) -> None:
     agent = {
         "command": agent_command(tmp_path / "notes.jsonl"),
         "timeout_s": 60.0,
@@ -40,14 +53,14 @@ def test_struck_processes_are_restarted_and_all_is_learnt_once(tmp_path: Path) -
         "sandbox": {"inherits": ["PATH", "PYTHONPATH"], "timeout_s": 1000.0},
     }
     # A random policy solves nothing: groups without signal are trained as they are.
-    pool = {"window": {"queue": 8, "no_signal": "train"}}
+    pool = {"url": url, "window": {"queue": 8, "no_signal": "train"}}
     model = make_model(tmp_path / "scene")
     config = make_config(model, num_steps=2 * len(ROUNDS), agent=agent, pool=pool, eval={"num_tasks": NUM_TASKS})
     run_dir, log = tmp_path / config.name, tmp_path / "loop.log"
-    layout = Layout(run_dir)
+    layout, command = Layout(run_dir), command_of(config, tmp_path, "tests.rl.breakable")
     with Pool(layout.pool(config.pool), read_config(model).vocab_size) as stored:
         witness = Witness(stored, tmp_path, config)
-        with started(command_of(config, tmp_path, "tests.rl.breakable"), log) as loop:
+        with started(command, log) as loop:
             struck: dict[str, int] = {}
             for num_steps, faults in enumerate(ROUNDS, start=1):
                 pids = wait_for_steps(num_steps, run_dir, loop, faults.keys(), struck)
@@ -56,6 +69,13 @@ def test_struck_processes_are_restarted_and_all_is_learnt_once(tmp_path: Path) -
                 for name, fault in faults.items():
                     assert strike(fault, pids[name], STOPPED_S)
                 struck = {name: pids[name] for name, fault in faults.items() if fault is not Fault.STOP}
+            wait_for_steps(len(ROUNDS) + 1, run_dir, loop, ROUNDS[-1].keys(), struck)
+            loop.kill()
+            assert loop.wait(TIMEOUT_S) == -signal.SIGKILL
+        wait_until_gone(run_dir)
+        witness.look()
+        check(stored)
+        with started(command, log) as loop:
             assert loop.wait(TIMEOUT_S) == 0, log.read_text()[-2000:]
         wait_until_gone(run_dir)
         witness.look()
