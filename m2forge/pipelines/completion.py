@@ -308,13 +308,13 @@ def ask_json(
     for number in range(max_draws):
         content = context.ask(model, messages, draw=draw * max_draws + number).content
         try:
-            return read(_find_json(content))
+            return read(find_json(content))
         except (ValueError, RecursionError) as error:
             problem = f"{error}; received {content[:MAX_SHOWN]!r}"
     raise EndpointError("unusable response", f"{model}: no usable response in {max_draws} draws: {problem}")
 
 
-def _find_json(content: str) -> JsonValue:
+def find_json(content: str) -> JsonValue:
     """The first JSON object or array in a text, which may stand among words or in a code block."""
     decoder = json.JSONDecoder(parse_constant=_refuse_constant)
     for opening in itertools.islice(re.finditer(r"[{\[]", content), MAX_OPENINGS):

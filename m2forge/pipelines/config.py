@@ -221,4 +221,6 @@ class PipelineConfig(Config):
         if self.terminal is not None:
             solver = self.terminal.solver
             return [name for name in (self.terminal.repair_model, None if solver is None else solver.model) if name]
+        if self.swe is not None:
+            return [] if self.swe.build_model is None else [self.swe.build_model.model]
         return [] if self.distill is None else [name for name in self.distill.teachers if name != SOLUTION]

@@ -36,6 +36,17 @@ class RepositoryConfig(Config):
     candidates instead of commits."""
 
 
+class BuildModelConfig(Config):
+    """The model that repairs environments which rules could not build, by one action a round."""
+
+    model: str = Field(min_length=1)
+    """A key of `models`."""
+    max_rounds: Annotated[int, Field(gt=0, le=16)] = 4
+    """Actions for one candidate."""
+    max_tokens: Count = 40_000
+    """Tokens of prompts and completions for one candidate; no round begins above it."""
+
+
 class SweConfig(Config):
     """Releases, commits and pull requests become verified task folders: `m2forge/pipelines/swe/pipeline.py`."""
 
@@ -55,6 +66,8 @@ class SweConfig(Config):
     needs python3 and git."""
     test_timeout_s: Seconds = 300.0
     """Limit of one run of a project's tests."""
+    build_model: BuildModelConfig | None = None
+    """None: a candidate whose environment rules cannot build is rejected."""
     sandbox: SandboxConfig = SandboxConfig()
 
     @model_validator(mode="after")

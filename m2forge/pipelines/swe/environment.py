@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -32,6 +32,7 @@ from m2forge.compiled import cache_folder
 from m2forge.errors import DataError, NotFoundError
 from m2forge.files import write_atomic
 from m2forge.pipelines.stage import Rejection
+from m2forge.pipelines.swe.action import NO_EDITS, Edits, read_requirement, requirement_name
 from m2forge.pipelines.swe.candidate import COMMIT, GIT_ENV, Candidate, Tree, parse_metadata, read_pyproject
 from m2forge.protocols import Command, Outcome, OutcomeReason, Sandbox
 from m2forge.records import JsonValue
@@ -129,7 +130,7 @@ WORKDIR {testbed}
 ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 ENV PYTHONPATH={path}
 ENV PYTHONDONTWRITEBYTECODE=1
-USER {user}
+{settings}USER {user}
 RUN git init -q && git add -Af && {variables} {commit}
 """
 
@@ -142,6 +143,8 @@ class Environment:
     """File names of the pinned wheels, in the cache folder."""
     python: str
     """Version for which wheels were chosen: 3.12."""
+    variables: tuple[str, ...] = ()
+    """NAME=VALUE of environment variables that a model set."""
 
     @property
     def pins(self) -> list[str]:
@@ -200,7 +203,7 @@ def project_requirements(tree: Tree, metadata: str) -> tuple[list[str], list[str
             wanted += file.content.decode(errors="replace").splitlines()
     if (tox := tree.get("tox.ini")) is not None:
         wanted += _tox_requirements(tox.content.decode(errors="replace"))
-    return _usable(runtime), [text for text in _usable(wanted) if _name(text) not in _TOOLS]
+    return _usable(runtime), [text for text in _usable(wanted) if requirement_name(text) not in _TOOLS]
 
 
 def _tox_requirements(text: str) -> list[str]:
@@ -222,14 +225,11 @@ def _usable(texts: Iterable[str]) -> list[str]:
             requirement = Requirement(text.split("#")[0].strip())
         except InvalidRequirement:
             continue
-        if requirement.url is None and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             requirement.marker = None
-            found.setdefault(canonicalize_name(requirement.name), str(requirement))
+            with suppress(ValueError):
+                found.setdefault(canonicalize_name(requirement.name), read_requirement(str(requirement)))
     return list(found.values())
-
-
-def _name(requirement: str) -> str:
-    return canonicalize_name(Requirement(requirement).name)
 
 
 def repairs(run: TestRun, tree: Tree) -> list[str]:
@@ -250,7 +250,8 @@ def repairs(run: TestRun, tree: Tree) -> list[str]:
         found += [name.strip() for name in line.split(",")]
     if "async def functions are not natively supported" in text:
         found.append("pytest-asyncio")
-    return list(dict.fromkeys(found))
+    # The project's code prints what it likes: nothing but names of the index goes to pip.
+    return _usable(found)
 
 
 # -- wheels -----------------------------------------------------------------------------------------------------------
@@ -318,6 +319,7 @@ def environment_files(candidate: Candidate, environment: Environment) -> dict[st
     own = f"{message.get('Name', candidate.package).replace('-', '_')}-{message.get('Version', '0')}.dist-info"
     is_src = any(path.startswith("src/") and path.endswith(".py") for path in candidate.base)
     variables = " ".join(f"{key}={shlex.quote(value)}" for key, value in GIT_ENV.items())
+    settings = [text.partition("=") for text in environment.variables]
     dockerfile = _DOCKERFILE.format(
         base=BASE_IMAGE,
         install=_INSTALL_NAME,
@@ -326,6 +328,7 @@ def environment_files(candidate: Candidate, environment: Environment) -> dict[st
         user=USER,
         testbed=TESTBED,
         path=":".join([TESTBED + ("/src" if is_src else ""), METADATA_FOLDER]),
+        settings="".join(f'ENV {name}="{value}"\n' for name, _, value in settings),
         variables=variables,
         commit=shlex.join(COMMIT),
     )
@@ -494,26 +497,28 @@ class Built:
     """Tests of the new tree, with the golden patch."""
 
 
-async def build(candidate: Candidate, runner: Runner) -> Built | Rejection:
-    """The environment in which the new tree's tests run, repaired by rules until they ask for nothing more."""
+async def build(candidate: Candidate, runner: Runner, edits: Edits = NO_EDITS) -> Built | Rejection:
+    """The environment in which the new tree's tests run, repaired by rules until they ask for nothing more. `edits`:
+    what a model changed about their requirements."""
     python = await runner.python()
-    runtime, wanted = project_requirements(candidate.base, candidate.metadata)
+    runtime, wanted = map(edits.apply, project_requirements(candidate.base, candidate.metadata))
+    runtime = [*runtime, *edits.requirements]
     asked: list[JsonValue] = []
     for number in range(MAX_ROUNDS):
         try:
-            environment = resolve_all(runtime, wanted, python)
+            environment = replace(resolve_all(runtime, wanted, python), variables=edits.variables)
             image = await runner.image(candidate, environment)
         except (NotFoundError, DataError) as error:
             return Rejection("environment", {"problem": str(error), "requirements": [*runtime, *wanted]})
         run = await runner.run(image, (candidate.patch, candidate.test_patch), candidate.test_files)
-        more = [
-            text for text in repairs(run, candidate.base) if _name(text) not in map(_name, environment.requirements)
-        ]
+        known = {*map(requirement_name, environment.requirements), *edits.removed}
+        more = [text for text in repairs(run, candidate.base) if requirement_name(text) not in known]
         if not more or number == MAX_ROUNDS - 1:
             break
         asked += more
         wanted = [*wanted, *more]
     if run.problem is not None:
         evidence: dict[str, JsonValue] = {"problem": run.problem, "output": run.output[-3000:], "asked": asked}
+        evidence["requirements"] = list[JsonValue](environment.requirements)
         return Rejection("unfinished" if run.problem.startswith("unfinished") else "no test parsed", evidence)
     return Built(environment, image, run)

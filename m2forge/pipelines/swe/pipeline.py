@@ -1,9 +1,10 @@
 """The pipeline `swe`: releases, commits, pull requests and injected bugs in, verified task folders out.
 
-    source → candidate → build → reward → consistency → mutants → verify → write
+    source → candidate → build → repair-N* → reward → consistency → mutants → verify → write
 
     candidate     two trees → base, golden patch, test patch; licence; source and tests changed
     build         environment by rules, until the new tree's tests run
+    repair-N      with a build model: its N-th action for an environment that rules could not build
     reward        three runs before and after: F2P, P2P, route
     consistency   statement, missing names, leaks
     mutants       faults in the changed lines must be seen by the tests
@@ -21,9 +22,10 @@ from m2forge.errors import DataError, NotFoundError
 from m2forge.pipelines.output import WriteFolders
 from m2forge.pipelines.stage import Context, Item, Passed, Pipeline, Rejection, Source, Stage
 from m2forge.pipelines.swe.candidate import Candidate, Release, pack_tree, permissive, unpack_tree
-from m2forge.pipelines.swe.config import SweConfig
-from m2forge.pipelines.swe.environment import Environment, Runner, build
+from m2forge.pipelines.swe.config import BuildModelConfig, SweConfig
+from m2forge.pipelines.swe.environment import Built, Environment, Runner, build
 from m2forge.pipelines.swe.mutation import inject, prepare_release
+from m2forge.pipelines.swe.repair import REPAIRED, Broken, repair
 from m2forge.pipelines.swe.source import (
     Clone,
     debian_candidate,
@@ -54,7 +56,8 @@ Data = Mapping[str, JsonValue]
 
 def make_pipeline(config: SweConfig) -> Pipeline:
     runner = Runner(config.sandbox, config.base_image, config.test_timeout_s)
-    stages = (_Candidates(config, runner), _Build(runner), _Reward(runner), _Consistency(), _Mutants(runner))
+    build_stages = (_Build(runner, config.build_model), *_repairs(config.build_model, runner))
+    stages = (_Candidates(config, runner), *build_stages, _Reward(runner), _Consistency(), _Mutants(runner))
     return Pipeline(_Specs(config), (*stages, _Verify(runner), WriteFolders("tasks", _named_files)))
 
 
@@ -183,13 +186,40 @@ def _candidate(item: Item, context: Context) -> Candidate:
 class _Build(_Sandboxed):
     name = "build"
 
+    def __init__(self, runner: Runner, model: BuildModelConfig | None) -> None:
+        super().__init__(runner)
+        self._model = model
+
     def process(self, item: Item, context: Context) -> Passed | Rejection:
         if "environment" in item.data:
             return item
         built = context.run(build(_candidate(item, context), self.runner))
-        if isinstance(built, Rejection):
-            return built
-        return item.adding(environment=_environment_data(built.environment))
+        if isinstance(built, Built):
+            return item.adding(environment=_environment_data(built.environment))
+        is_repairable = self._model is not None and built.reason in REPAIRED
+        return item.adding(repair=Broken.of(built).to_dict()) if is_repairable else built
+
+
+class _Repair(_Sandboxed):
+    """One round. Each is a stage, so that what a round is asked about is stored, and a killed run asks the same."""
+
+    def __init__(self, runner: Runner, config: BuildModelConfig, number: int) -> None:
+        super().__init__(runner)
+        self.name, self._config, self._is_last = f"repair-{number}", config, number == config.max_rounds
+
+    def process(self, item: Item, context: Context) -> Passed | Rejection:
+        if "environment" in item.data:
+            return item
+        broken = Broken.from_dict(cast("Data", item.data["repair"]))
+        found = repair(_candidate(item, context), broken, self._config, self.runner, context)
+        if isinstance(found, Built):
+            return item.adding(environment=_environment_data(found.environment))
+        is_over = self._is_last or found.num_tokens > self._config.max_tokens
+        return found.rejection() if is_over else item.adding(repair=found.to_dict())
+
+
+def _repairs(config: BuildModelConfig | None, runner: Runner) -> list[_Repair]:
+    return [] if config is None else [_Repair(runner, config, number + 1) for number in range(config.max_rounds)]
 
 
 class _Reward(_Sandboxed):
@@ -264,7 +294,9 @@ def _environment_data(environment: Environment) -> dict[str, JsonValue]:
 
 def _environment(item: Item) -> Environment:
     data = cast("Mapping[str, list[str]]", item.data["environment"])
-    return Environment(tuple(data["requirements"]), tuple(data["wheels"]), str(data["python"]))
+    return Environment(
+        tuple(data["requirements"]), tuple(data["wheels"]), str(data["python"]), tuple(data["variables"])
+    )
 
 
 def _observation(item: Item) -> Observation:

@@ -43,6 +43,7 @@ def test_requirements_come_from_metadata_and_test_settings() -> None:
         ("PytestConfigWarning: Unknown config option: asyncio_mode", ["pytest-asyncio"]),
         ("ERROR: Missing required plugins: pytest-randomly, pytest-env", ["pytest-randomly", "pytest-env"]),
         ("async def functions are not natively supported.", ["pytest-asyncio"]),
+        ("ERROR: Missing required plugins: x @ http://localhost/x.zip, -r/etc/passwd, ./x, x.zip", []),
     ],
 )
 def test_output_asks_for_packages(output: str, packages: list[str]) -> None:

@@ -49,7 +49,7 @@ def _caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.slow
 def test_a_commit_becomes_a_verified_task_folder(tmp_path: Path) -> None:
     projects.write_history(tmp_path / "clone", *HISTORY)
-    projects.write_wheels(["pytest"], "{}.{}".format(*_host_python()))
+    projects.write_wheels(["pytest"], "{}.{}".format(*host_python()))
     config = tmp_path / "run.toml"
     config.write_text(f'name = "r"\nworkers = 1\n[[swe.repositories]]\npath = "{tmp_path}/clone"\npackage = "sums"\n')
     assert main(["pipeline", str(config), "--runs", str(tmp_path / "runs")]) == 0
@@ -68,7 +68,7 @@ def test_a_commit_becomes_a_verified_task_folder(tmp_path: Path) -> None:
     assert "test_total" not in visible
 
 
-def _host_python() -> tuple[int, int]:
+def host_python() -> tuple[int, int]:
     """The version that the image `host` has."""
     program = "import sys; print(*sys.version_info[:2])"
     major, minor = subprocess.run(["/usr/bin/python3", "-c", program], capture_output=True, text=True).stdout.split()
