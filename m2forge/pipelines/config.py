@@ -222,5 +222,7 @@ class PipelineConfig(Config):
             solver = self.terminal.solver
             return [name for name in (self.terminal.repair_model, None if solver is None else solver.model) if name]
         if self.swe is not None:
-            return [] if self.swe.build_model is None else [self.swe.build_model.model]
+            repairer = self.swe.build_model
+            named = (None if repairer is None else repairer.model, self.swe.writer, self.swe.judge)
+            return [name for name in named if name]
         return [] if self.distill is None else [name for name in self.distill.teachers if name != SOLUTION]

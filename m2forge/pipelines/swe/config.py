@@ -68,6 +68,10 @@ class SweConfig(Config):
     """Limit of one run of a project's tests."""
     build_model: BuildModelConfig | None = None
     """None: a candidate whose environment rules cannot build is rejected."""
+    writer: str | None = None
+    """A key of `models`: rewrites statements; None: they stay as rules made them."""
+    judge: str | None = None
+    """A key of `models`: judges statements against hidden tests; None: no judge."""
     sandbox: SandboxConfig = SandboxConfig()
 
     @model_validator(mode="after")

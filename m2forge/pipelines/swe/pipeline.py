@@ -1,6 +1,6 @@
 """The pipeline `swe`: releases, commits, pull requests and injected bugs in, verified task folders out.
 
-    source → candidate → build → repair-N* → reward → consistency → mutants → verify → write
+    source → candidate → build → repair-N* → reward → consistency → mutants → rewrite* → judge* → verify → write
 
     candidate     two trees → base, golden patch, test patch; licence; source and tests changed
     build         environment by rules, until the new tree's tests run
@@ -8,6 +8,8 @@
     reward        three runs before and after: F2P, P2P, route
     consistency   statement, missing names, leaks
     mutants       faults in the changed lines must be seen by the tests
+    rewrite       with a writer: the statement by a model, unless it leaks the patch
+    judge         with a judge: statements that contradict the tests or need guessing are rejected
     verify        lint; the solution has perf 1, nothing has perf 0
 
 All stages but the first and the last run the project's code in sandboxes only. Folders are written to `tasks/`.
@@ -26,6 +28,7 @@ from m2forge.pipelines.swe.config import BuildModelConfig, SweConfig
 from m2forge.pipelines.swe.environment import Built, Environment, Runner, build
 from m2forge.pipelines.swe.mutation import inject, prepare_release
 from m2forge.pipelines.swe.repair import REPAIRED, Broken, repair
+from m2forge.pipelines.swe.review import judge, rewrite
 from m2forge.pipelines.swe.source import (
     Clone,
     debian_candidate,
@@ -58,7 +61,9 @@ def make_pipeline(config: SweConfig) -> Pipeline:
     runner = Runner(config.sandbox, config.base_image, config.test_timeout_s)
     build_stages = (_Build(runner, config.build_model), *_repairs(config.build_model, runner))
     stages = (_Candidates(config, runner), *build_stages, _Reward(runner), _Consistency(), _Mutants(runner))
-    return Pipeline(_Specs(config), (*stages, _Verify(runner), WriteFolders("tasks", _named_files)))
+    models = ((_Rewrite, config.writer), (_Judge, config.judge))
+    reviews = (stage(model) for stage, model in models if model is not None)
+    return Pipeline(_Specs(config), (*stages, *reviews, _Verify(runner), WriteFolders("tasks", _named_files)))
 
 
 # -- candidates -------------------------------------------------------------------------------------------------------
@@ -262,6 +267,31 @@ class _Mutants(_Sandboxed):
         return await run_mutants(candidate, _observation(item), image, self.runner)
 
 
+class _Reviewed(Stage):
+    runs_in: ClassVar[Literal["main", "threads", "processes"]] = "threads"
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+
+
+class _Rewrite(_Reviewed):
+    name = "rewrite"
+
+    def process(self, item: Item, context: Context) -> Passed | Rejection:
+        seen = _observation(item)
+        candidate, before = _candidate(item, context), _statement(item)
+        found = rewrite(candidate, before, seen.fail_to_pass, seen.messages, self.model, context)
+        return item.adding(statement=asdict(found.statement), writer=found.problem or "used")
+
+
+class _Judge(_Reviewed):
+    name = "judge"
+
+    def process(self, item: Item, context: Context) -> Passed | Rejection:
+        failing = _observation(item).fail_to_pass
+        return judge(_candidate(item, context), _statement(item), failing, self.model, context) or item
+
+
 class _Verify(_Sandboxed):
     name = "verify"
 
@@ -270,12 +300,11 @@ class _Verify(_Sandboxed):
 
 
 def _files(item: Item, context: Context) -> dict[str, FolderFile]:
-    statement = cast("Data", item.data["statement"])
     return task_files(
         _candidate(item, context),
         _environment(item),
         _observation(item),
-        Statement(str(statement["text"]), str(statement["kind"]), ()),
+        _statement(item),
         Route(item.text("route")),
         {"mutants": item.data["mutants"]},
     )
@@ -297,6 +326,11 @@ def _environment(item: Item) -> Environment:
     return Environment(
         tuple(data["requirements"]), tuple(data["wheels"]), str(data["python"]), tuple(data["variables"])
     )
+
+
+def _statement(item: Item) -> Statement:
+    data = cast("Mapping[str, Any]", item.data["statement"])
+    return Statement(data["text"], data["kind"], tuple(data["names"]))
 
 
 def _observation(item: Item) -> Observation:

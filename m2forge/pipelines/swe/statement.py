@@ -45,7 +45,7 @@ _DEAD_WORDS = re.compile(
 class Statement:
     text: str
     kind: str
-    """Where the text is from; `tests` if rules made it."""
+    """Where the text is from; `tests` if rules made it, `model` if a model wrote it."""
     names: tuple[str, ...]
     """Names that were added."""
 
@@ -55,6 +55,11 @@ def write_statement(candidate: Candidate, failing: Sequence[str], messages: Mapp
     kind, text = _best_text(candidate.texts, candidate.patch)
     if not text:
         kind, text = "tests", _text_of_tests(candidate.tests, failing, messages)
+    return assemble(candidate, kind, text, failing)
+
+
+def assemble(candidate: Candidate, kind: str, text: str, failing: Sequence[str]) -> Statement:
+    """The statement of a text, with the names that it must not leave to guessing."""
     names = missing_names(candidate)
     parts = [f"The repository in the current folder is `{candidate.package}`.", _headings[kind], text]
     if names:
@@ -74,6 +79,7 @@ _headings = {
     "changelog": "Make the changes that the changelog of the next version lists, as far as they concern the code:",
     "readme": "Make the changes that the next version's documentation lists, as far as they concern the code:",
     "tests": "Some of its behaviour is missing or wrong:",
+    "model": "This must change:",
 }
 
 
@@ -105,6 +111,18 @@ def clean(text: str, patch: str) -> str:
     text = re.sub(r"(?<=[.!?])[ \t]+[.](?=\s|$)", "", text)
     text = re.sub(r"^[\s.,;:]+$|[ \t]+$", "", text, flags=re.MULTILINE)
     return re.sub(r"\n{3,}", "\n\n", text).strip()
+
+
+def leaks(text: str, patch: str) -> list[str]:
+    """Links, hashes of commits and lines of the patch that a text holds, whatever the space in them."""
+    found = [match[0] for pattern in (_LINK, _HASH) for match in pattern.finditer(text)]
+    shown = _unspaced(text)
+    lines = dict.fromkeys(line.strip() for line in source_lines(patch))
+    return found + [line for line in lines if len(line) >= MIN_LINE and _unspaced(line) in shown]
+
+
+def _unspaced(text: str) -> str:
+    return re.sub(r"\s+", "", text)
 
 
 def source_lines(patch: str) -> Iterator[str]:
