@@ -64,10 +64,10 @@ class Broken:
 
     @classmethod
     def from_dict(cls, data: JsonValue) -> "Broken":
-        fields = cast("dict[str, Any]", dict(cast("dict[str, Any]", data)))
-        edits = Edits(**{key: tuple(value) for key, value in fields.pop("edits").items()})
-        lists = {key: tuple(fields.pop(key)) for key in ("requirements", "history")}
-        return cls(**fields, **lists, edits=edits)
+        fields = dict(cast("dict[str, Any]", data))
+        edits = Edits(**{key: tuple(value) for key, value in fields["edits"].items()})
+        lists = {key: tuple(fields[key]) for key in ("requirements", "history")}
+        return cls(**fields | lists | {"edits": edits})
 
     def rejection(self) -> Rejection:
         evidence: dict[str, JsonValue] = {
