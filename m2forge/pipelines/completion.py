@@ -4,6 +4,7 @@
 
 A response is committed to the store before a stage receives it, and a stored one is never asked for again, so a killed
 run repeats no finished request. With `replay` there is no endpoint: a request without a stored response ends the run.
+Texts that prompts are made of and another execution may write otherwise are stored in the same way (`remember`).
 
 A request that fails is retried; after `max_retries` retries the item is failed. After `MAX_FAILED` such requests in a
 row the endpoint counts as down, and further requests of this process fail at once.
@@ -138,6 +139,16 @@ class Completions:
             seconds = time.perf_counter() - started_s
             self._store.add_completion(key, stage, request, completion, num_requests, seconds)
             return completion, False
+
+    def remember(self, stage: str, key: JsonValue, text: str) -> str:
+        """The text that was first given for a key of a stage, in this run or an earlier one."""
+        digest = hashlib.sha256(json.dumps([stage, key], sort_keys=True).encode()).hexdigest()
+        for store in (self._store, *self._earlier):
+            if stored := store.fact(f"text-{digest}", ""):
+                text = str(json.loads(stored))
+                break
+        self._store.set_fact(f"text-{digest}", json.dumps(text))
+        return text
 
     @contextmanager
     def _only_one(self, key: str) -> Iterator[None]:

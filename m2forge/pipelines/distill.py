@@ -16,18 +16,27 @@ with the verdict's evidence.
 """
 
 import json
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import ClassVar, Literal, cast
 
 import m2forge
-from m2forge.errors import ConfigError, EngineError, NotFoundError
+from m2forge.errors import ConfigError, NotFoundError
 from m2forge.pipelines.config import SOLUTION, DistillConfig
 from m2forge.pipelines.output import WriteFiles, WriteLines
 from m2forge.pipelines.shared_stage import Dedup, Fields, Select, Verify
+from m2forge.pipelines.shell_agent import (
+    MAX_CHARACTERS,
+    Malformed,
+    Shell,
+    call_message,
+    calls_of,
+    command_of,
+    converse,
+    result_message,
+)
 from m2forge.pipelines.stage import (
     Context,
     Item,
@@ -41,7 +50,7 @@ from m2forge.pipelines.stage import (
     Source,
     Stage,
 )
-from m2forge.protocols import Command, OutcomeReason, Sandbox
+from m2forge.protocols import Sandbox
 from m2forge.records import JsonValue, Task, Verdict
 from m2forge.tasks.folders.folder import SOLVE_NAME
 from m2forge.tasks.folders.folder_family import FOLDER_KEY, FolderFamily
@@ -49,21 +58,9 @@ from m2forge.tasks.folders.verification import FolderHost
 from m2forge.tasks.task_set import split_of
 
 ATIF_VERSION = "ATIF-v1.8"
-MAX_RESULT = 8000
-"""Characters of a command's output that the teacher sees, half from its beginning and half from its end."""
 HIDDEN = ("/tests", "/solution", "/logs/verifier", "reward.txt")
 """What only the verifier may see."""
-MARKUP = re.compile(r"</?(tool_call|minimax:tool_call|invoke|function_calls?)\b|<\|[a-z_]+\|>")
-"""Markup of tool calls that a server did not parse."""
 DONE = "Done."
-
-
-class Malformed(Exception):
-    """A completion that no conversation for training may contain."""
-
-    def __init__(self, reason: str, received: str) -> None:
-        super().__init__(reason)
-        self.reason, self.received = reason, received
 
 
 def make_pipeline(config: DistillConfig) -> Pipeline:
@@ -96,18 +93,9 @@ def _messages(item: Item) -> Messages:
     return cast("Messages", item.data["messages"])
 
 
-def _calls(message: Mapping[str, JsonValue]) -> list[Fields]:
-    return cast("list[Fields]", message.get("tool_calls") or [])
-
-
 def commands_of(messages: Messages) -> list[str]:
     """The commands that a conversation has run, in order."""
-    found = []
-    for message in messages:
-        for call in _calls(message):
-            arguments = cast("Fields", call["function"])["arguments"]
-            found.append(str(json.loads(str(arguments))["command"]))
-    return found
+    return [command_of(call) for message in messages for call in calls_of(message)]
 
 
 def _commands_text(item: Item) -> str:
@@ -231,76 +219,42 @@ class _Attempt(Stage):
         environment = context.run(self._host.environment(task, self._config.sandbox))
         sandbox = context.run(environment.open())
         try:
-            messages, ended = self._work(item, task, sandbox, context)
+            shell = self._shell(item, sandbox)
+            messages, ended = self._work(item, task, shell, context)
             verdict = context.run(self._host.verify(task, sandbox))
         except Malformed as error:
-            return Rejection(error.reason, {"received": error.received[:MAX_RESULT]})
+            return Rejection(error.reason, {"received": error.received[:MAX_CHARACTERS]})
         finally:
             context.run(sandbox.close())
         shown = cast("Fields", json.loads(json.dumps(asdict(verdict))))
-        return item.adding(messages=messages, ended=ended, verdict=shown, tools=[_tool(_scaffold(item))])
+        return item.adding(messages=messages, ended=ended, verdict=shown, tools=[shell.tool])
 
-    def _work(self, item: Item, task: Task, sandbox: Sandbox, context: Context) -> tuple[Messages, str]:
+    def _work(self, item: Item, task: Task, shell: Shell, context: Context) -> tuple[Messages, str]:
         """The conversation, and how it ended."""
         scaffold = _scaffold(item)
-        messages: list[Mapping[str, JsonValue]] = []
+        messages: list[Fields] = []
         if scaffold["system"]:
             messages.append({"role": "system", "content": scaffold["system"]})
         prompt = str(scaffold["prompt"]).replace("{instruction}", task.instruction)
         messages.append({"role": "user", "content": prompt})
         if item.data["teacher"] == SOLUTION:
-            command = _solution(task)
-            messages.append(_call_message(str(scaffold["tool"]), command))
-            messages.append(self._result(sandbox, command, "call_1", scaffold, context))
-            return [*messages, {"role": "assistant", "content": DONE}], "answer"
-        for _ in range(self._config.max_turns):
-            completion = context.ask(
-                item.text("teacher"), messages, tools=[_tool(scaffold)], draw=cast("int", item.data["draw"])
-            )
-            if completion.finish_reason == "length":
-                raise Malformed("cut off", completion.content)
-            message = clean_message(completion.message, str(scaffold["tool"]))
-            messages.append(message)
-            if not _calls(message):
-                return messages, "answer"
-            for call in _calls(message):
-                command = str(json.loads(str(cast("Fields", call["function"])["arguments"]))["command"])
-                messages.append(self._result(sandbox, command, str(call["id"]), scaffold, context))
-        return messages, "turns"
+            message = call_message(shell.name, _solution(task))
+            (call,) = calls_of(message)
+            result = result_message(call, shell.run(command_of(call), context))
+            return [*messages, message, result, {"role": "assistant", "content": DONE}], "answer"
+        draw = cast("int", item.data["draw"])
+        return converse(
+            shell, item, context, item.text("teacher"), messages, draw=draw, max_turns=self._config.max_turns
+        )
 
-    def _result(self, sandbox: Sandbox, command: str, id: str, scaffold: Fields, context: Context) -> Fields:
-        env = cast("dict[str, str]", scaffold["env"])
-        outcome = context.run(sandbox.run(Command(("sh", "-c", command), env, b"", self._config.command_s)))
-        if sandbox.is_lost:
-            raise EngineError("the sandbox ended during a command")
-        text = outcome.stdout.text() + outcome.stderr.text()
-        if len(text) > MAX_RESULT:
-            half = MAX_RESULT // 2
-            text = f"{text[:half]}\n[{len(text) - MAX_RESULT} characters left out]\n{text[-half:]}"
-        if outcome.reason is not OutcomeReason.EXITED:
-            text += f"{outcome.reason}\n"
-        elif outcome.status:
-            text += f"status {outcome.status}\n"
-        return {"role": "tool", "tool_call_id": id, "content": text}
+    def _shell(self, item: Item, sandbox: Sandbox) -> Shell:
+        scaffold = _scaffold(item)
+        name, description, env = str(scaffold["tool"]), str(scaffold["description"]), scaffold["env"]
+        return Shell(sandbox, name, description, cast("dict[str, str]", env), self._config.command_s)
 
 
 def _scaffold(item: Item) -> Fields:
     return cast("Fields", item.data["scaffold"])
-
-
-def _tool(scaffold: Fields) -> Fields:
-    parameters: Fields = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
-    function: Fields = {"name": scaffold["tool"], "description": scaffold["description"], "parameters": parameters}
-    return {"type": "function", "function": function}
-
-
-def _call_message(tool: str, command: str) -> Fields:
-    function: Fields = {"name": tool, "arguments": json.dumps({"command": command}, ensure_ascii=False)}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "call_1", "type": "function", "function": function}],
-    }
 
 
 def _solution(task: Task) -> str:
@@ -313,38 +267,6 @@ def _solution(task: Task) -> str:
     if "/solution" in text:
         raise Malformed("the solution needs files of its own", text)
     return text
-
-
-def clean_message(message: Fields, tool: str) -> Fields:
-    """An assistant's message with what training needs: content, thinking, calls. Raises `Malformed`."""
-    content = message.get("content") or ""
-    if not isinstance(content, str):
-        raise Malformed("content is no text", json.dumps(content))
-    if match := MARKUP.search(content):
-        raise Malformed("markup in the text", content[match.start() :])
-    calls: list[JsonValue] = []
-    for number, call in enumerate(cast("Sequence[JsonValue]", message.get("tool_calls") or ()), start=1):
-        function = call.get("function") if isinstance(call, Mapping) else None
-        arguments = function.get("arguments") if isinstance(function, Mapping) else None
-        shown = json.dumps(call, ensure_ascii=False)
-        if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(arguments, str):
-            raise Malformed("malformed tool call", shown)
-        try:
-            given = json.loads(arguments)
-        except ValueError:
-            raise Malformed("malformed tool call", shown) from None
-        if function.get("name") != tool or not isinstance(given, dict) or set(given) != {"command"}:
-            raise Malformed("malformed tool call", shown)
-        if not isinstance(given["command"], str) or "\0" in given["command"]:
-            raise Malformed("malformed tool call", shown)
-        called: Fields = {"name": tool, "arguments": json.dumps(given, ensure_ascii=False)}
-        calls.append({"id": str(call.get("id") or f"call_{number}"), "type": "function", "function": called})
-    if not content and not calls:
-        raise Malformed("empty message", "")
-    cleaned: dict[str, JsonValue] = {"role": "assistant", "content": content}
-    if isinstance(thinking := message.get("reasoning_content"), str) and thinking:
-        cleaned["reasoning_content"] = thinking
-    return cleaned | ({"tool_calls": calls} if calls else {})
 
 
 # -- ATIF --------------------------------------------------------------------------------------------------------------
@@ -368,7 +290,7 @@ def atif_document(item: Item) -> dict[str, JsonValue]:
             current = step
             if thinking := message.get("reasoning_content"):
                 step["reasoning_content"] = thinking
-            if calls := _calls(message):
+            if calls := calls_of(message):
                 step["tool_calls"] = [_atif_call(call) for call in calls]
         steps.append(step)
     agent: Fields = {

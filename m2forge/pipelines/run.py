@@ -202,6 +202,9 @@ class _RunContext:
         self.num_cached += is_cached
         return completion
 
+    def remember(self, key: JsonValue, text: str) -> str:
+        return self.completions.remember(self.stage, key, text)
+
     def put(self, data: bytes) -> str:
         return self.store.put(data)
 
@@ -231,6 +234,9 @@ class _WorkerContext:
         **sampling: JsonValue,
     ) -> Completion:
         return cast("Completion", self._remote("ask", model, messages, tools, draw, sampling))
+
+    def remember(self, key: JsonValue, text: str) -> str:
+        return cast("str", self._remote("remember", key, text))
 
     def put(self, data: bytes) -> str:
         return cast("str", self._remote("put", data))
@@ -354,6 +360,8 @@ def _serve(context: _RunContext, name: str, arguments: tuple[Any, ...]) -> objec
         case "ask":
             model, messages, tools, draw, sampling = arguments
             return context.ask(model, messages, tools=tools, draw=draw, **sampling)
+        case "remember":
+            return context.remember(*arguments)
         case "put":
             return context.put(*arguments)
     assert name == "get"

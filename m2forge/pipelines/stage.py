@@ -114,6 +114,11 @@ class Context(Protocol):
         makes the item failed, after the configured retries."""
         ...
 
+    def remember(self, key: JsonValue, text: str) -> str:
+        """The text that was given for this key of the stage the first time in the life of the run; it is stored before
+        this returns. For what a model reads and another execution may write otherwise."""
+        ...
+
     def put(self, data: bytes) -> str:
         """Store bytes that are too large for an item; returns their digest, for the item."""
         ...

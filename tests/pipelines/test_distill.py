@@ -14,8 +14,8 @@ from examples.table_tasks import Question, questions, write_folders
 from m2forge import cli
 from m2forge.config import build
 from m2forge.pipelines.config import PipelineConfig
-from m2forge.pipelines.distill import Malformed, clean_message
 from m2forge.pipelines.run import run_pipeline
+from m2forge.pipelines.shell_agent import Malformed, clean_message
 from tests.pipelines.endpoint import completion, serving
 from tests.rl.scene import make_model
 from tests.sandbox.places import require

@@ -6,7 +6,7 @@ name = "terminal"
 posts = "Posts.xml"
 """
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -29,14 +29,29 @@ class SolverConfig(Config):
     """The reference solver whose pass rate decides which variant of a task is written."""
 
     model: str | None = None
-    """A key of `models`: the model is asked for a bash script."""
+    """A key of `models`: any policy behind an endpoint."""
+    form: Literal["script", "shell"] = "script"
+    """How a model works. script: one completion holds a bash script, which runs. shell: the model calls a shell in the
+    sandbox of the attempt until a completion has no call."""
+    max_turns: Count = 30
+    """Completions of one attempt with a shell."""
+    command_s: Annotated[float, Field(gt=0)] = 60.0
+    """Timeout of a command in that shell."""
+    max_output: Annotated[int, Field(ge=100)] = 8000
+    """Characters of a command's output that the model sees, half from its beginning and half from its end."""
     command: str | None = None
-    """A shell command in the sandbox of an attempt, which reads the instruction from standard input."""
+    """Instead of `model`: a shell command in the sandbox of an attempt, which reads the instruction from standard
+    input; M2FORGE_ATTEMPT is the number of the attempt."""
 
     @model_validator(mode="after")
-    def _check_one(self) -> Self:
+    def _check(self) -> Self:
         if (self.model is None) == (self.command is None):
             raise ValueError("expected one of model and command")
+        given = self.model_fields_set
+        if self.model is None and "form" in given:
+            raise ValueError("form: of a model; leave it out with command")
+        if self.form != "shell" and (unused := sorted(given & {"max_turns", "command_s", "max_output"})):
+            raise ValueError(f'{unused[0]}: of a model with a shell; set form = "shell", or leave it out')
         return self
 
 

@@ -29,26 +29,30 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import cast
 
-from m2forge.errors import DataError, EngineError
+from m2forge.errors import DataError, EngineError, RunError
+from m2forge.pipelines.completion import EndpointError
 from m2forge.pipelines.output import WriteFolders
-from m2forge.pipelines.stage import Context, Item, Pipeline, Rejection, Rule, Source, Stage
+from m2forge.pipelines.shell_agent import Malformed, Shell, converse
+from m2forge.pipelines.stage import Context, Item, Messages, Pipeline, Rejection, Rule, Source, Stage
 from m2forge.pipelines.terminal import answer
 from m2forge.pipelines.terminal.build import Build, Unusable, prepare, read_question
-from m2forge.pipelines.terminal.config import TerminalConfig
+from m2forge.pipelines.terminal.config import SolverConfig, TerminalConfig
 from m2forge.pipelines.terminal.markup import Block, plain
 from m2forge.pipelines.terminal.operand import Role
 from m2forge.pipelines.terminal.posts import EgSource, InterCodeSource, PostsSource
-from m2forge.pipelines.terminal.task_folder import folder_name, instruction, task_files
+from m2forge.pipelines.terminal.task_folder import folder_name, instruction, instructions, task_files
 from m2forge.records import JsonValue, Verdict
 from m2forge.tasks.folders.environment import FolderEnvironment
 from m2forge.tasks.folders.environment import prepare as prepare_folder
 from m2forge.tasks.folders.folder import read_folder, write_folder
 from m2forge.tasks.folders.trial import NOP, NUM_TRIES, ORACLE, attempt
+from m2forge.tasks.folders.verification import verify_attempt
 
 _OTHER_SYSTEMS_NAMES = """
 windows windows-7 windows-8 windows-10 windows-11 powershell batch-file cmd cmd.exe wsl macos osx mac os-x applescript
@@ -137,6 +141,10 @@ _PROMPT = (
     "Solve this task in a Linux container. Reply with one bash script in a code block; it runs once, in the working "
     "directory, without network.\n\n"
 )
+_SHELL_PROMPT = (
+    "Solve this task in a Linux container with the tool. Each command runs in a shell of its own, in the working "
+    "directory, without network. When the task is done, reply without a call.\n\n"
+)
 
 
 def make_pipeline(config: TerminalConfig) -> Pipeline:
@@ -223,13 +231,39 @@ class _Trials:
         shutil.rmtree(self._root, ignore_errors=True)
 
     def run(self, agent: str) -> Verdict:
-        for number in range(1, NUM_TRIES + 1):
-            try:
-                return self._context.run(attempt(self._environment, agent))
-            except (EngineError, OSError):
-                if number == NUM_TRIES:
-                    raise
-        raise AssertionError
+        return _retried(lambda: self._context.run(attempt(self._environment, agent)))
+
+    def converse(self, solver: SolverConfig, text: str, number: int) -> Verdict:
+        """An attempt of a model with a shell; a malformed completion ends it."""
+        return _retried(lambda: self._converse(solver, text, number))
+
+    def _converse(self, solver: SolverConfig, text: str, number: int) -> Verdict:
+        assert solver.model is not None
+        sandbox = self._context.run(self._environment.open())
+        try:
+            shell = Shell(sandbox, command_s=solver.command_s, max_characters=solver.max_output)
+            messages: Messages = [{"role": "user", "content": _SHELL_PROMPT + text}]
+            with suppress(Malformed):
+                converse(
+                    shell, self._item, self._context, solver.model, messages, draw=number, max_turns=solver.max_turns
+                )
+            return self._context.run(verify_attempt(self._environment, sandbox))
+        finally:
+            self._context.run(sandbox.close())
+
+
+def _retried(run: Callable[[], Verdict]) -> Verdict:
+    """The verdict of an attempt whose sandboxes worked. Raises if they fail again and again, or an endpoint does: then
+    the item is failed, and the attempt does not count."""
+    for number in range(1, NUM_TRIES + 1):
+        try:
+            return run()
+        except (EndpointError, RunError):
+            raise
+        except (EngineError, OSError):
+            if number == NUM_TRIES:
+                raise
+    raise AssertionError
 
 
 class Prove(Stage):
@@ -271,8 +305,9 @@ class Select(Stage):
             hints = self._config.hints
             return item.adding(instruction=instruction(item, hints), hints=hints)
         measured: list[JsonValue] = []
-        for hints in range(4):
-            text = instruction(item, hints)
+        for hints, text in enumerate(texts := instructions(item)):
+            if text in texts[:hints]:
+                continue
             with _Trials(item, text, hints, self._config, context) as trials:
                 found = measure(lambda number: self._attempt(trials, text, number, context))  # noqa: B023
             entry: dict[str, JsonValue] = {"hints": hints, "decision": str(found.decision)}
@@ -291,6 +326,8 @@ class Select(Stage):
         assert solver is not None
         if solver.command is not None:
             return trials.run(f"export M2FORGE_ATTEMPT={number}; {solver.command}").perf == 1
+        if solver.form == "shell":
+            return trials.converse(solver, text, number).perf == 1
         assert solver.model is not None
         completion = context.ask(solver.model, [{"role": "user", "content": _PROMPT + text}], draw=number)
         script = read_script(completion.content)
