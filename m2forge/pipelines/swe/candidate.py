@@ -5,7 +5,8 @@
              └─▶ test_patch   changes of test files: hidden from agents
 
 Generated metadata (PKG-INFO, *.egg-info) is no part of a tree. A candidate needs a permissive licence by every source
-that names one, and changes of both source and tests; otherwise it is refused with a reason and evidence.
+that names one. It changes both source and tests, or source alone if its commit or pull request says that it is a
+refactoring; anything else is refused with a reason and evidence.
 """
 
 import email.parser
@@ -25,7 +26,8 @@ from typing import Any, TypeAlias, cast
 from m2forge.errors import DataError
 from m2forge.pipelines.stage import Rejection
 from m2forge.records import JsonValue
-from m2forge.tasks.folders.folder import FileKind, FolderFile, write_folder
+from m2forge.tasks.folders.folder import FileKind, FolderFile, read_files, write_folder
+from m2forge.tasks.folders.swe_tests import patched_files
 
 Tree: TypeAlias = Mapping[str, FolderFile]
 """The files of a project by their path in it."""
@@ -158,7 +160,8 @@ def make_candidate(
     changed = sorted({*old.tree, *new.tree} - {path for path in old.tree if old.tree.get(path) == new.tree.get(path)})
     touched = [path for path in changed if is_source(path)]
     tests = [path for path in changed if is_test(path)]
-    if not touched or not any(path in new.tree and PurePosixPath(path).suffix in SOURCE_ENDINGS for path in tests):
+    has_tests = any(path in new.tree and PurePosixPath(path).suffix in SOURCE_ENDINGS for path in tests)
+    if not touched or not (has_tests or names_refactoring(texts)):
         missing = "source" if not touched else "tests"
         return Rejection(
             f"{missing} unchanged", {"changed": list[JsonValue](changed[:20]), "num_changed": len(changed)}
@@ -173,6 +176,33 @@ def make_candidate(
     return Candidate(
         id, package, origin, old.tree, metadata, licence, patch, test_patch, commit, found, runnable, hidden
     )
+
+
+_REFACTORING = re.compile(
+    r"\b(?:refactor|restructur|reorgani[sz]|simplif|deduplicat|consolidat)\w*|\brenam(?:e[sd]?|ing)\b"
+    r"|\bclean(?:s|ed|ing)?[ -]?ups?\b|\b(?:extract|inline|mov|split|tid(?:y|ie))(?:e?[sd]|ing)?\b"
+    r"|\b(?:unused|dead|duplicated?) (?:code|functions?|methods?|class(?:es)?|names?)\b",
+    re.IGNORECASE,
+)
+
+
+def names_refactoring(texts: Sequence[Text]) -> bool:
+    """Whether a commit or a pull request says that it changes the structure of the code. A changelog tells of many
+    changes at once, so it says nothing about one."""
+    return any(text.kind in ("commit", "pull request") and _REFACTORING.search(text.text) for text in texts)
+
+
+def apply_to_tree(tree: Tree, patch: str) -> dict[str, FolderFile]:
+    """The files of a tree after a patch."""
+    # A binary file has no lines with --- and +++.
+    names = {*patched_files(patch), *re.findall(r"^diff --git a/(.+) b/\1$", patch, re.MULTILINE)}
+    with tempfile.TemporaryDirectory() as scratch:
+        root, file = Path(scratch) / "tree", Path(scratch) / "patch"
+        write_folder(root, {path: tree[path] for path in names if path in tree})
+        file.write_text(patch, encoding="utf-8")
+        _git(root, "apply", "--whitespace=nowarn", "--allow-empty", str(file))
+        changed = {path: file for path, file in read_files(root).items() if file.kind is not FileKind.FOLDER}
+    return {path: file for path, file in tree.items() if path not in names} | changed
 
 
 def _patches(old: Tree, new: Tree) -> tuple[str, str, str]:

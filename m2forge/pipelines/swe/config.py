@@ -9,7 +9,7 @@ path = "clones/toolz"
 package = "toolz"
 """
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -20,6 +20,7 @@ Count = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Pair = Annotated[str, StringConstraints(pattern=r"^\S+ \S+ \S+$")]
 Pinned = Annotated[str, StringConstraints(pattern=r"^\S+ \S+$")]
+RouteName = Literal["bug", "feature", "perf", "refactor"]
 
 
 class RepositoryConfig(Config):
@@ -61,6 +62,8 @@ class SweConfig(Config):
     """Releases with an sdist that get faults: "PACKAGE VERSION"."""
     num_bugs: Count = 20
     """Faults of each of these releases."""
+    routes: Annotated[tuple[RouteName, ...], Field(min_length=1)] = ("bug", "feature", "perf", "refactor")
+    """The kinds of tasks that are wanted; candidates of other kinds are rejected."""
     base_image: str = "host"
     """The image in which tests run, in place of the Dockerfile's base: a name of `m2forge image list`, or `host`. It
     needs python3 and git."""
@@ -78,6 +81,8 @@ class SweConfig(Config):
     def _check(self) -> Self:
         if not (self.sdists or self.repositories or self.debian or self.injected):
             raise ValueError("swe: no candidates; set sdists, repositories, debian or injected")
+        if len(set(self.routes)) < len(self.routes):
+            raise ValueError(f"swe.routes: expected each once, received {', '.join(self.routes)}")
         if self.sandbox.backend == "process":
             raise ValueError('swe.sandbox.backend: tests of foreign projects must be confined; set "namespace"')
         return self

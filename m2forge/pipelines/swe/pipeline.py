@@ -15,7 +15,7 @@
 All stages but the first and the last run the project's code in sandboxes only. Folders are written to `tasks/`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
@@ -26,6 +26,7 @@ from m2forge.pipelines.stage import Context, Item, Passed, Pipeline, Rejection, 
 from m2forge.pipelines.swe.candidate import Candidate, Release, pack_tree, permissive, unpack_tree
 from m2forge.pipelines.swe.config import BuildModelConfig, SweConfig
 from m2forge.pipelines.swe.environment import Built, Environment, Runner, build
+from m2forge.pipelines.swe.goal import add_goals, goal_statement
 from m2forge.pipelines.swe.mutation import inject, prepare_release
 from m2forge.pipelines.swe.repair import REPAIRED, Broken, repair
 from m2forge.pipelines.swe.review import judge, rewrite
@@ -60,7 +61,13 @@ Data = Mapping[str, JsonValue]
 def make_pipeline(config: SweConfig) -> Pipeline:
     runner = Runner(config.sandbox, config.base_image, config.test_timeout_s)
     build_stages = (_Build(runner, config.build_model), *_repairs(config.build_model, runner))
-    stages = (_Candidates(config, runner), *build_stages, _Reward(runner), _Consistency(), _Mutants(runner))
+    stages = (
+        _Candidates(config, runner),
+        *build_stages,
+        _Reward(runner, config.routes),
+        _Consistency(),
+        _Mutants(runner),
+    )
     models = ((_Rewrite, config.writer), (_Judge, config.judge))
     reviews = (stage(model) for stage, model in models if model is not None)
     return Pipeline(_Specs(config), (*stages, *reviews, _Verify(runner), WriteFolders("tasks", _named_files)))
@@ -230,12 +237,28 @@ def _repairs(config: BuildModelConfig | None, runner: Runner) -> list[_Repair]:
 class _Reward(_Sandboxed):
     name = "reward"
 
+    def __init__(self, runner: Runner, routes: Collection[str]) -> None:
+        super().__init__(runner)
+        self._routes = routes
+
     def process(self, item: Item, context: Context) -> Passed | Rejection:
         candidate = _candidate(item, context)
         found = context.run(self._observe(candidate, _environment(item)))
         if isinstance(found, Rejection):
             return found
-        return item.adding(observation=asdict(found), route=str(route(candidate, found)))
+        kind = route(candidate, found)
+        if kind not in self._routes:
+            return Rejection("route not wanted", {"route": str(kind)})
+        item = item.adding(observation=asdict(found), route=str(kind))
+        return self._with_goals(item, candidate, found) if kind is Route.REFACTOR else item
+
+    def _with_goals(self, item: Item, candidate: Candidate, observation: Observation) -> Item | Rejection:
+        added = add_goals(candidate)
+        if isinstance(added, Rejection):
+            return added
+        candidate, ids, texts = added
+        observation = replace(observation, fail_to_pass=ids)
+        return item.adding(candidate=candidate.to_dict(), observation=asdict(observation), goals=list[JsonValue](texts))
 
     async def _observe(self, candidate: Candidate, environment: Environment) -> Observation | Rejection:
         return await observe(candidate, await self.runner.image(candidate, environment), self.runner)
@@ -245,8 +268,12 @@ class _Consistency(Stage):
     name = "consistency"
 
     def process(self, item: Item, context: Context) -> Passed | Rejection:
-        observation = _observation(item)
-        statement = write_statement(_candidate(item, context), observation.fail_to_pass, observation.messages)
+        candidate, observation = _candidate(item, context), _observation(item)
+        match Route(item.text("route")):
+            case Route.REFACTOR:
+                statement = goal_statement(candidate, cast("list[str]", item.data["goals"]))
+            case _:
+                statement = write_statement(candidate, observation.fail_to_pass, observation.messages)
         return item.adding(statement=asdict(statement))
 
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from m2forge.pipelines.swe.candidate import Candidate, Text
+from m2forge.pipelines.swe.candidate import Candidate
 from m2forge.pipelines.swe.speed_tests import MAX_RATIO
 
 MIN_WORDS = 4
@@ -52,7 +52,7 @@ class Statement:
 
 def write_statement(candidate: Candidate, failing: Sequence[str], messages: Mapping[str, str]) -> Statement:
     """`failing`: ids of F2P. `messages`: why tests failed before, by id or file."""
-    kind, text = _best_text(candidate.texts, candidate.patch)
+    kind, text = best_text(candidate)
     if not text:
         kind, text = "tests", _text_of_tests(candidate.tests, failing, messages)
     return assemble(candidate, kind, text, failing)
@@ -61,7 +61,7 @@ def write_statement(candidate: Candidate, failing: Sequence[str], messages: Mapp
 def assemble(candidate: Candidate, kind: str, text: str, failing: Sequence[str]) -> Statement:
     """The statement of a text, with the names that it must not leave to guessing."""
     names = missing_names(candidate)
-    parts = [f"The repository in the current folder is `{candidate.package}`.", _headings[kind], text]
+    parts = [introduction(candidate), _headings[kind], text]
     if names:
         parts.append(
             "Names that callers use and that do not exist yet:\n\n" + "\n".join(f"- `{name}`" for name in names)
@@ -83,10 +83,16 @@ _headings = {
 }
 
 
-def _best_text(texts: Sequence[Text], patch: str) -> tuple[str, str]:
+def introduction(candidate: Candidate) -> str:
+    return f"The repository in the current folder is `{candidate.package}`."
+
+
+def best_text(candidate: Candidate) -> tuple[str, str]:
+    """The kind and the cleaned text of the first text that says something; empty if none does."""
     for kind in _ORDER:
-        for text in texts:
-            if text.kind == kind and len(re.findall(r"[A-Za-z]{2,}", cleaned := clean(text.text, patch))) >= MIN_WORDS:
+        for text in (text for text in candidate.texts if text.kind == kind):
+            cleaned = clean(text.text, candidate.patch)
+            if len(re.findall(r"[A-Za-z]{2,}", cleaned)) >= MIN_WORDS:
                 return kind, cleaned
     return "", ""
 

@@ -7,7 +7,8 @@
     quarantined     anything that differs between runs of the same tree
 
 A change without F2P that is said to be faster becomes a task of speed: P2P must pass, and the same tests must take less
-CPU time than at the base (`speed_tests`). A run that did not finish decides nothing. Up to `MAX_MUTANTS` mutants of
+CPU time than at the base (`speed_tests`). One that is said to be a refactoring has goals of structure (`goal`), whose
+tests are its F2P. A run that did not finish decides nothing. Up to `MAX_MUTANTS` mutants of
 lines that the golden patch adds show whether the tests see the change: at least `MIN_KILLED` of those that finish must
 fail a listed test. A task without a single mutable line (data, for instance) passes this gate.
 """
@@ -25,7 +26,7 @@ import tomli_w
 
 from m2forge.pipelines.stage import Rejection
 from m2forge.pipelines.swe import speed_tests
-from m2forge.pipelines.swe.candidate import Candidate
+from m2forge.pipelines.swe.candidate import Candidate, names_refactoring
 from m2forge.pipelines.swe.environment import (
     Environment,
     Outcomes,
@@ -58,6 +59,7 @@ class Route(StrEnum):
     BUG = "bug"
     FEATURE = "feature"
     PERF = "perf"
+    REFACTOR = "refactor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ async def observe(candidate: Candidate, image: TaskImage, runner: Runner) -> Obs
     for run in (*after, *before):
         if run.problem is not None and not (run in before and not run.tests and run.messages):
             return Rejection("unfinished", {"problem": run.problem, "output": run.output[-3000:]})
-    return compare(before, after, allows_no_change=names_speed(candidate))
+    return compare(before, after, allows_no_change=routed_without_change(candidate) is not None)
 
 
 def compare(
@@ -126,11 +128,19 @@ def names_speed(candidate: Candidate) -> bool:
     return any(_SPEED.search(text.text) for text in candidate.texts)
 
 
-def route(candidate: Candidate, observation: Observation) -> Route:
-    """What kind of task a candidate is. A change that makes something possible is a feature; one that changes no test's
-    outcome can only be one of speed, and whether it is faster is measured when the folder is verified."""
-    if not observation.fail_to_pass:
+def routed_without_change(candidate: Candidate) -> Route | None:
+    """What kind of task a candidate can be if it changes no test's outcome. Whether it is faster is measured when the
+    folder is verified."""
+    if names_speed(candidate):
         return Route.PERF
+    fixes = any(_FIXES.search(text.text) for text in candidate.texts)
+    return Route.REFACTOR if names_refactoring(candidate.texts) and not fixes else None
+
+
+def route(candidate: Candidate, observation: Observation) -> Route:
+    """What kind of task a candidate is. A change that makes something possible is a feature."""
+    if not observation.fail_to_pass and (other := routed_without_change(candidate)) is not None:
+        return other
     text = "\n".join(text.text for text in candidate.texts)
     errors = [observation.messages.get(id, "") for id in observation.fail_to_pass]
     num_absent = sum(not error or bool(_ABSENT.search(error)) for error in errors)
