@@ -3,6 +3,7 @@
 import json
 import subprocess
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from m2forge.sandbox.channel import program
 from m2forge.sandbox.namespace import run_folder
 from m2forge.tasks.folders.folder import read_folders
 from m2forge.tasks.folders.swe_bench import folder_record
+from tests.pipelines.endpoint import Endpoint, completion, serving
+from tests.pipelines.kills import check_kills
 from tests.pipelines.swe import projects
 from tests.sandbox.places import require
 
@@ -35,28 +38,68 @@ HISTORY = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Wheels without a network, and images that are not the user's."""
+# Tests need a variable that no rule knows.
+CONFTEST = 'import os\n\nMODE = os.environ["SUMS_MODE"]\n'
+CONFIG = """name = "r"
+workers = 1
+[models.m]
+url = "{url}"
+model = "m"
+[swe]
+writer = "m"
+judge = "m"
+[swe.build_model]
+model = "m"
+[[swe.repositories]]
+path = "{folder}/clone"
+package = "sums"
+"""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A run, its configuration and the endpoint that it asked."""
+
+    config: Path
+    run_dir: Path
+    endpoint: Endpoint
+
+
+def respond(body: dict[str, Any], number: int) -> tuple[int, bytes]:
+    """A function of the request alone."""
+    text = body["messages"][0]["content"]
+    if text.startswith("You repair"):
+        return completion(json.dumps({"action": "set", "variable": "SUMS_MODE", "value": "plain"}))
+    if text.startswith("You write"):
+        # A line of the patch: the statement by rule stays.
+        return completion(json.dumps({"statement": "Let total count all numbers: return sum(numbers) does it."}))
+    return completion(json.dumps({"consistent": True, "solvable": True, "why": "Both are named."}))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
     require("namespace")
     program()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    run_folder.cache_clear()
-    yield
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch, serving(respond) as endpoint:
+        # Wheels without a network, and images that are not the user's.
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        run_folder.cache_clear()
+        (message, files), *later = HISTORY
+        projects.write_history(folder / "clone", (message, {**files, "tests/conftest.py": CONFTEST}), *later)
+        projects.write_wheels(["pytest"], "{}.{}".format(*host_python()))
+        (folder / "run.toml").write_text(CONFIG.format(folder=folder, url=endpoint.url))
+        assert main(["pipeline", str(folder / "run.toml"), "--runs", str(folder / "runs")]) == 0
+        yield Whole(folder / "run.toml", folder / "runs" / "r", endpoint)
     run_folder.cache_clear()
 
 
 @pytest.mark.slow
-def test_a_commit_becomes_a_verified_task_folder(tmp_path: Path) -> None:
-    projects.write_history(tmp_path / "clone", *HISTORY)
-    projects.write_wheels(["pytest"], "{}.{}".format(*host_python()))
-    config = tmp_path / "run.toml"
-    config.write_text(f'name = "r"\nworkers = 1\n[[swe.repositories]]\npath = "{tmp_path}/clone"\npackage = "sums"\n')
-    assert main(["pipeline", str(config), "--runs", str(tmp_path / "runs")]) == 0
-    stages = _yields(tmp_path / "runs" / "r")
+def test_a_commit_becomes_a_verified_task_folder(whole: Whole) -> None:
+    stages = _yields(whole.run_dir)
     assert stages["candidate"]["rejected"] == {"no parent": 1, "source unchanged": 1}
     assert stages["write"]["num_passed"] == 1
-    (folder,), rejected = read_folders(tmp_path / "runs" / "r" / "tasks")
+    (folder,), rejected = read_folders(whole.run_dir / "tasks")
     assert rejected == []
     record = folder_record(folder)
     assert record["FAIL_TO_PASS"] == ["tests/test_last.py::test_last", "tests/test_sums.py::test_total_of_all_numbers"]
@@ -66,6 +109,13 @@ def test_a_commit_becomes_a_verified_task_folder(tmp_path: Path) -> None:
     assert "#12" not in folder.instruction()
     visible = (folder.path / "environment" / "testbed" / "tests" / "test_sums.py").read_text()
     assert "test_total" not in visible
+    assert 'ENV SUMS_MODE="plain"\n' in (folder.path / "environment" / "Dockerfile").read_text()
+    assert [stages[name]["num_asked"] for name in ("repair-1", "repair-2", "rewrite", "judge")] == [1, 0, 1, 1]
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_to_the_same_folders(whole: Whole, tmp_path: Path) -> None:
+    check_kills(whole.config, whole.run_dir, whole.endpoint, tmp_path, seed=3)
 
 
 def host_python() -> tuple[int, int]:

@@ -18,6 +18,8 @@ from m2forge.pipelines.terminal.pipeline import Select, check_grade, extract
 from m2forge.pipelines.terminal.posts import PostsSource
 from m2forge.tasks.folders.folder import read_folder
 from m2forge.tasks.folders.lint import lint
+from tests.pipelines.endpoint import completion, serving
+from tests.pipelines.kills import check_kills
 from tests.sandbox.places import require
 
 T = TypeVar("T")
@@ -91,6 +93,25 @@ def test_the_command_writes_proven_folders_and_explains(tmp_path: Path) -> None:
     assert stages["gate"]["rejected"] == {"another system": 1}
     assert stages["extract"]["rejected"] == {"depends on the machine": 1}
     assert all(one["failed"] == {} for one in stages.values())
+
+
+def test_a_killed_run_resumes_to_the_same_folders(tmp_path: Path) -> None:
+    def respond(body: dict[str, Any], number: int) -> tuple[int, bytes]:
+        repaired = {"fixture": "printf 'b,1\\na,2\\n' > sales.csv", "script": "sort sales.csv > sorted.csv"}
+        return completion(json.dumps(repaired))
+
+    write_posts(tmp_path / "Posts.xml", SOUND)
+    text = (tmp_path / "Posts.xml").read_text()
+    # Rules cannot repair an option that does not exist.
+    (tmp_path / "Posts.xml").write_text(text.replace("awk -F", "awk --frobnicate -F"))
+    with serving(respond) as endpoint:
+        keys = f'[models.m]\nurl = "{endpoint.url}"\nmodel = "m"\n[terminal]\nposts = "{tmp_path}/Posts.xml"\n'
+        (tmp_path / "run.toml").write_text(f'name = "gym"\n{keys}repair_model = "m"\n')
+        assert main(["pipeline", str(tmp_path / "run.toml"), "--runs", str(tmp_path / "whole")]) == 0
+        assert len(list((tmp_path / "whole" / "gym" / "tasks").iterdir())) == len(SOUND)
+        assert len(endpoint.requests) == 1
+        whole = tmp_path / "whole" / "gym"
+        check_kills(tmp_path / "run.toml", whole, endpoint, tmp_path / "killed", seed=5)
 
 
 def test_answers_without_effect_or_repeatability_are_rejected(tmp_path: Path) -> None:
