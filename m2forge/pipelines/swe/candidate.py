@@ -9,45 +9,23 @@ that names one. It changes both source and tests, or source alone if its commit 
 refactoring; anything else is refused with a reason and evidence.
 """
 
-import email.parser
-import io
 import os
 import re
 import subprocess
-import tarfile
 import tempfile
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from email.message import Message
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 from m2forge.errors import DataError
 from m2forge.pipelines.stage import Rejection
+from m2forge.pipelines.swe.toolchains.table import TOOLCHAINS, detect
+from m2forge.pipelines.swe.toolchains.toolchain import SOURCE_ENDINGS, Toolchain
+from m2forge.pipelines.swe.tree import COMMIT, GIT_ENV, Release, Tree, parse_metadata, read_pyproject
 from m2forge.records import JsonValue
 from m2forge.tasks.folders.folder import FileKind, FolderFile, read_files, write_folder
 from m2forge.tasks.folders.swe_tests import patched_files
-
-Tree: TypeAlias = Mapping[str, FolderFile]
-"""The files of a project by their path in it."""
-
-METADATA = "PKG-INFO"
-SOURCE_ENDINGS = frozenset({".py", ".pyx", ".js", ".mjs", ".cjs", ".ts", ".c", ".h", ".cc", ".cpp", ".go", ".rs"})
-GIT_ENV = {
-    "GIT_CONFIG_GLOBAL": "/dev/null",
-    "GIT_CONFIG_NOSYSTEM": "1",
-    "GIT_AUTHOR_NAME": "base",
-    "GIT_AUTHOR_EMAIL": "base@localhost",
-    "GIT_AUTHOR_DATE": "946684800 +0000",
-    "GIT_COMMITTER_NAME": "base",
-    "GIT_COMMITTER_EMAIL": "base@localhost",
-    "GIT_COMMITTER_DATE": "946684800 +0000",
-}
-"""Fixed, so that the same files are the same commit on every machine."""
-COMMIT = ("git", "-c", "core.hooksPath=/dev/null", "commit", "-qm", "base", "--allow-empty")
-_TEST_FILE = re.compile(r"(?:^|/)(?:tests?|test_[^/]*|[^/]*_test|[^/]*\.(?:test|spec)|conftest)\.\w+$")
-_TEST_FOLDER = re.compile(r"^testing/|(?:^|/)(?:tests?|__tests__)/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +41,8 @@ class Text:
 class Candidate:
     id: str
     package: str
+    language: str
+    """Name of the toolchain."""
     origin: Mapping[str, JsonValue]
     """Where both trees come from: kind, versions or commits, digests."""
     base: Tree
@@ -73,10 +53,19 @@ class Candidate:
     test_patch: str
     base_commit: str
     texts: tuple[Text, ...]
-    test_files: tuple[str, ...]
-    """Test files of the new tree that a runner can be given."""
+    targets: tuple[str, ...]
+    """What the toolchain's command can be given to run tests of the new tree."""
     tests: Mapping[str, str]
     """Text of the test files that the test patch changes, as they are after it."""
+
+    @property
+    def toolchain(self) -> Toolchain:
+        return TOOLCHAINS[self.language]
+
+    @property
+    def release(self) -> Release:
+        """The base."""
+        return Release(self.base, self.metadata)
 
     def to_dict(self) -> dict[str, JsonValue]:
         """All fields but the base."""
@@ -86,7 +75,7 @@ class Candidate:
             **plain,
             "origin": dict(self.origin),
             "texts": texts,
-            "test_files": list(self.test_files),
+            "targets": list(self.targets),
             "tests": dict(self.tests),
         }
 
@@ -96,58 +85,10 @@ class Candidate:
         raw = cast("Mapping[str, Any]", data)
         texts = tuple(Text(**text) for text in raw["texts"])
         plain = {key: raw[key] for key in (*_PLAIN, "origin", "tests")}
-        return cls(**plain, base=base, texts=texts, test_files=tuple(raw["test_files"]))
+        return cls(**plain, base=base, texts=texts, targets=tuple(raw["targets"]))
 
 
-_PLAIN = ("id", "package", "metadata", "licence", "patch", "test_patch", "base_commit")
-
-
-def pack_tree(tree: Tree) -> bytes:
-    """A tree as a tar, the same bytes for the same tree."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for path, file in sorted(tree.items()):
-            member = tarfile.TarInfo(path)
-            member.size, member.mode = len(file.content), 0o755 if file.kind is FileKind.EXECUTABLE else 0o644
-            tar.addfile(member, io.BytesIO(file.content))
-    return buffer.getvalue()
-
-
-def unpack_tree(data: bytes) -> dict[str, FolderFile]:
-    """The regular files of a tar."""
-    files = {}
-    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-        for member in tar:
-            if member.isfile() and (opened := tar.extractfile(member)) is not None:
-                kind = FileKind.EXECUTABLE if member.mode & 0o100 else FileKind.FILE
-                files[member.name] = FolderFile(opened.read(), kind)
-    return files
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """One state of a project, as a reader found it."""
-
-    tree: Tree
-    metadata: str = ""
-    """Its PKG-INFO; "" if the tree has none."""
-    name: str = ""
-    """A version or a commit."""
-
-
-def is_test(path: str) -> bool:
-    return bool(_TEST_FILE.search(path) or _TEST_FOLDER.search(path))
-
-
-def is_source(path: str) -> bool:
-    is_document = path.startswith(("docs/", "doc/"))
-    return PurePosixPath(path).suffix in SOURCE_ENDINGS and not is_test(path) and not is_document
-
-
-def is_runnable(path: str) -> bool:
-    """Whether pytest can be given the file."""
-    name = PurePosixPath(path).name
-    return path.endswith(".py") and is_test(path) and bool(re.match(r"tests?\.|test_|.*_test\.", name))
+_PLAIN = ("id", "package", "language", "metadata", "licence", "patch", "test_patch", "base_commit")
 
 
 def make_candidate(
@@ -158,23 +99,36 @@ def make_candidate(
     if isinstance(licence, Rejection):
         return licence
     changed = sorted({*old.tree, *new.tree} - {path for path in old.tree if old.tree.get(path) == new.tree.get(path)})
-    touched = [path for path in changed if is_source(path)]
-    tests = [path for path in changed if is_test(path)]
+    toolchain = detect(new.tree)
+    touched = [path for path in changed if toolchain.is_source(path)]
+    tests = [path for path in changed if toolchain.is_test(path)]
     has_tests = any(path in new.tree and PurePosixPath(path).suffix in SOURCE_ENDINGS for path in tests)
     if not touched or not (has_tests or names_refactoring(texts)):
         missing = "source" if not touched else "tests"
         return Rejection(
             f"{missing} unchanged", {"changed": list[JsonValue](changed[:20]), "num_changed": len(changed)}
         )
-    commit, patch, test_patch = _patches(old.tree, new.tree)
-    runnable = tuple(sorted(path for path in new.tree if is_runnable(path)))
-    if not runnable:
+    commit, patch, test_patch = _patches(old.tree, new.tree, toolchain.is_test)
+    targets = toolchain.targets(new.tree)
+    if not targets:
         return Rejection("no test file", {"changed_tests": list[JsonValue](tests[:20])})
     metadata = old.metadata or f"Metadata-Version: 2.1\nName: {package}\nVersion: {old.name or '0'}\n"
     found = (*texts, *_changelog(old.tree, new.tree, new.name))
     hidden = {path: new.tree[path].content.decode(errors="replace") for path in tests if path in new.tree}
     return Candidate(
-        id, package, origin, old.tree, metadata, licence, patch, test_patch, commit, found, runnable, hidden
+        id=id,
+        package=package,
+        language=toolchain.name,
+        origin=origin,
+        base=old.tree,
+        metadata=metadata,
+        licence=licence,
+        patch=patch,
+        test_patch=test_patch,
+        base_commit=commit,
+        texts=found,
+        targets=targets,
+        tests=hidden,
     )
 
 
@@ -205,7 +159,7 @@ def apply_to_tree(tree: Tree, patch: str) -> dict[str, FolderFile]:
     return {path: file for path, file in tree.items() if path not in names} | changed
 
 
-def _patches(old: Tree, new: Tree) -> tuple[str, str, str]:
+def _patches(old: Tree, new: Tree, is_test: Callable[[str], bool]) -> tuple[str, str, str]:
     """The commit of the old tree, the golden patch and the test patch."""
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch) / "tree"
@@ -341,19 +295,6 @@ def _licence_fields(release: Release) -> Iterator[tuple[str, str]]:
         for value in project.get("classifiers", []):
             if str(value).startswith("License ::"):
                 yield "pyproject.toml", str(value)
-
-
-def parse_metadata(text: str) -> "Message[str, str]":
-    return email.parser.HeaderParser().parsestr(text)
-
-
-def read_pyproject(tree: Tree) -> dict[str, object]:
-    """The table of pyproject.toml; empty without one that can be read."""
-    file = tree.get("pyproject.toml")
-    try:
-        return {} if file is None else tomllib.loads(file.content.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
-        return {}
 
 
 # -- what was written about a change ----------------------------------------------------------------------------------

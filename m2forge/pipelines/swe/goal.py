@@ -22,7 +22,7 @@ from pathlib import Path
 
 from m2forge.pipelines.stage import Rejection
 from m2forge.pipelines.swe import structure
-from m2forge.pipelines.swe.candidate import Candidate, apply_to_tree, is_source
+from m2forge.pipelines.swe.candidate import Candidate, apply_to_tree
 from m2forge.pipelines.swe.statement import Statement, best_text, introduction
 from m2forge.pipelines.swe.structure import (
     called,
@@ -140,7 +140,9 @@ def _extracted(path: str, name: str, before: Mapping[str, ast.stmt], after: Mapp
 def add_goals(candidate: Candidate) -> tuple[Candidate, tuple[str, ...], tuple[str, ...]] | Rejection:
     """The candidate whose test patch also tests the structure, ids of these tests, and what they ask for."""
     trees = (candidate.base, apply_to_tree(candidate.base, candidate.patch))
-    paths = sorted({path for tree in trees for path in tree if path.endswith(".py") and is_source(path)})
+    paths = sorted(
+        {path for tree in trees for path in tree if path.endswith(".py") and candidate.toolchain.is_source(path)}
+    )
     changed = [path for path in paths if trees[0].get(path) != trees[1].get(path)]
     try:
         old, new = ({path: tree[path].content.decode() for path in changed if path in tree} for tree in trees)
@@ -151,12 +153,12 @@ def add_goals(candidate: Candidate) -> tuple[Candidate, tuple[str, ...], tuple[s
         return Rejection("no verifiable goal", {"changed": list[JsonValue](changed[:20])})
     source = write_tests(goals)
     name = f"test_structure_{hashlib.sha256(source.encode()).hexdigest()[:8]}.py"
-    path = posixpath.join(posixpath.dirname(candidate.test_files[0]), name)
+    path = posixpath.join(posixpath.dirname(candidate.targets[0]), name)
     ids = tuple(f"{path}::{_test_name(number)}" for number in range(len(goals)))
     added = replace(
         candidate,
         test_patch=candidate.test_patch + new_file_patch(path, source),
-        test_files=tuple(sorted((*candidate.test_files, path))),
+        targets=tuple(sorted((*candidate.targets, path))),
         tests={**candidate.tests, path: source},
     )
     return added, ids, tuple(goal.text for goal in goals)

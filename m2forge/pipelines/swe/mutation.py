@@ -26,8 +26,11 @@ from pathlib import PurePosixPath
 from typing import TypeGuard
 
 from m2forge.pipelines.stage import Rejection
-from m2forge.pipelines.swe.candidate import Candidate, Release, Tree, is_runnable, is_source, make_candidate
-from m2forge.pipelines.swe.environment import Environment, Outcomes, Runner, TestRun, build
+from m2forge.pipelines.swe.candidate import Candidate, make_candidate
+from m2forge.pipelines.swe.environment import Runner, build
+from m2forge.pipelines.swe.toolchains.table import detect
+from m2forge.pipelines.swe.toolchains.toolchain import Environment, Outcomes, TestRun, Toolchain
+from m2forge.pipelines.swe.tree import Release
 from m2forge.records import JsonValue
 from m2forge.tasks.folders.task_image import TaskImage
 
@@ -187,37 +190,41 @@ class Sound:
     package: str
     release: Release
     licence: str
+    toolchain: Toolchain
     environment: Environment
     image: TaskImage
     passing: frozenset[str]
 
 
 async def prepare_release(package: str, release: Release, licence: str, runner: Runner) -> Sound | Rejection:
-    tests = tuple(sorted(path for path in release.tree if is_runnable(path)))
-    if not tests:
+    toolchain = detect(release.tree)
+    targets = toolchain.targets(release.tree)
+    if not targets:
         return Rejection("no test file", {"package": package})
-    whole = Candidate(package, package, {}, release.tree, release.metadata, licence, "", "", "", (), tests, {})
+    whole = Candidate(
+        *(package, package, toolchain.name, {}, release.tree, release.metadata, licence, "", "", "", (), targets, {})
+    )
     built = await build(whole, runner)
     if isinstance(built, Rejection):
         return built
-    runs = [built.run, *[await runner.run(built.image, (), tests) for _ in range(NUM_RUNS - 1)]]
+    runs = [built.run, *[await runner.run(toolchain, built.image, (), targets) for _ in range(NUM_RUNS - 1)]]
     if problem := next((run.problem for run in runs if run.problem is not None), None):
         return Rejection("unfinished", {"problem": problem})
     passing = frozenset.intersection(*(frozenset(run.passed) for run in runs))
     if not passing:
         return Rejection("no P2P", {"output": built.run.output[-3000:]})
-    return Sound(package, release, licence, built.environment, built.image, passing)
+    return Sound(package, release, licence, toolchain, built.environment, built.image, passing)
 
 
 async def inject(sound: Sound, num: int, runner: Runner, generator: random.Random) -> list[Candidate]:
     """Up to `num` candidates, each with another fault."""
     found: list[Candidate] = []
-    files = sorted({id.partition("::")[0] for id in sound.passing})
+    targets = sorted({id.partition("::")[0] for id in sound.passing})
     async with runner.opened(sound.image) as sandbox:
-        for path, mutation in _faults(sound.release.tree, generator, num * MAX_TRIES):
+        for path, mutation in _faults(sound, generator, num * MAX_TRIES):
             source = sound.release.tree[path].content.decode()
             await sandbox.write(path, mutation.apply(source).encode())
-            run = await runner.run_in(sandbox, files, timeout_s=TRIAL_S)
+            run = await runner.run_in(sound.toolchain, sandbox, targets, timeout_s=TRIAL_S)
             await sandbox.write(path, source.encode())
             if (broken := broken_tests(sound.passing, run)) is not None:
                 candidate = _candidate(sound, path, mutation, broken)
@@ -236,11 +243,11 @@ def broken_tests(passing: Collection[str], run: TestRun) -> list[str] | None:
     return broken if broken and not num_gone and len(broken) <= MAX_BROKEN * len(passing) else None
 
 
-def _faults(tree: Tree, generator: random.Random, num: int) -> list[tuple[str, Mutation]]:
+def _faults(sound: Sound, generator: random.Random, num: int) -> list[tuple[str, Mutation]]:
     """Mutations spread over files and functions: one of each function before a second one of any."""
     groups: list[list[tuple[str, Mutation]]] = []
-    for path, file in sorted(tree.items()):
-        if is_source(path) and path.endswith(".py") and "version" not in path.rpartition("/")[2]:
+    for path, file in sorted(sound.release.tree.items()):
+        if sound.toolchain.is_source(path) and path.endswith(".py") and "version" not in path.rpartition("/")[2]:
             try:
                 source = file.content.decode()
             except UnicodeDecodeError:
@@ -273,9 +280,8 @@ def _candidate(sound: Sound, path: str, mutation: Mutation, broken: Sequence[str
     tree = dict(sound.release.tree)
     tree[path] = replace(tree[path], content=mutation.apply(tree[path].content.decode()).encode())
     names: dict[str, set[str]] = {}
-    for id in broken:
-        file, _, inner = id.partition("::")
-        names.setdefault(file, set()).add(inner.partition("[")[0].split("::")[-1])
+    for file, function in _places(sound, broken):
+        names.setdefault(file, set()).add(function)
     for file, functions in names.items():
         pruned = without_functions(tree[file].content.decode(errors="surrogateescape"), functions)
         tree[file] = replace(tree[file], content=pruned.encode(errors="surrogateescape"))
@@ -293,7 +299,14 @@ def _candidate(sound: Sound, path: str, mutation: Mutation, broken: Sequence[str
     if isinstance(candidate, Rejection):
         return candidate
     # Tests of other files say nothing about this fault, and make every gate slower.
-    return replace(candidate, test_files=tuple(sorted(names)))
+    return replace(candidate, targets=tuple(sorted({id.partition("::")[0] for id in broken})))
+
+
+def _places(sound: Sound, ids: Sequence[str]) -> list[tuple[str, str]]:
+    """The test files and functions of tests."""
+    is_test, tree = sound.toolchain.is_test, sound.release.tree
+    tests = {path: file.content.decode(errors="replace") for path, file in tree.items() if is_test(path)}
+    return [place for id in ids if (place := sound.toolchain.locate(id, tests)) is not None]
 
 
 def without_functions(source: str, names: Collection[str]) -> str:

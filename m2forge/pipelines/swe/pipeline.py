@@ -23,9 +23,9 @@ from typing import Any, ClassVar, Literal, cast
 from m2forge.errors import DataError, NotFoundError
 from m2forge.pipelines.output import WriteFolders
 from m2forge.pipelines.stage import Context, Item, Passed, Pipeline, Rejection, Source, Stage
-from m2forge.pipelines.swe.candidate import Candidate, Release, pack_tree, permissive, unpack_tree
+from m2forge.pipelines.swe.candidate import Candidate, permissive
 from m2forge.pipelines.swe.config import BuildModelConfig, SweConfig
-from m2forge.pipelines.swe.environment import Built, Environment, Runner, build
+from m2forge.pipelines.swe.environment import Built, Runner, build
 from m2forge.pipelines.swe.goal import add_goals, goal_statement
 from m2forge.pipelines.swe.mutation import inject, prepare_release
 from m2forge.pipelines.swe.repair import REPAIRED, Broken, repair
@@ -51,6 +51,9 @@ from m2forge.pipelines.swe.task import (
     task_files,
     verify_files,
 )
+from m2forge.pipelines.swe.toolchains.python import Python
+from m2forge.pipelines.swe.toolchains.toolchain import Environment
+from m2forge.pipelines.swe.tree import Release, pack_tree, unpack_tree
 from m2forge.records import JsonValue
 from m2forge.tasks.folders.export import folder_name
 from m2forge.tasks.folders.folder import FolderFile
@@ -205,10 +208,12 @@ class _Build(_Sandboxed):
     def process(self, item: Item, context: Context) -> Passed | Rejection:
         if "environment" in item.data:
             return item
-        built = context.run(build(_candidate(item, context), self.runner))
+        candidate = _candidate(item, context)
+        built = context.run(build(candidate, self.runner))
         if isinstance(built, Built):
             return item.adding(environment=_environment_data(built.environment))
-        is_repairable = self._model is not None and built.reason in REPAIRED
+        # The model's actions are about requirements of Python.
+        is_repairable = self._model is not None and built.reason in REPAIRED and candidate.language == Python.name
         return item.adding(repair=Broken.of(built).to_dict()) if is_repairable else built
 
 
@@ -349,10 +354,9 @@ def _environment_data(environment: Environment) -> dict[str, JsonValue]:
 
 
 def _environment(item: Item) -> Environment:
-    data = cast("Mapping[str, list[str]]", item.data["environment"])
-    return Environment(
-        tuple(data["requirements"]), tuple(data["wheels"]), str(data["python"]), tuple(data["variables"])
-    )
+    data = cast("Mapping[str, Any]", item.data["environment"])
+    lists = {key: tuple(data[key]) for key in ("requirements", "archives", "variables")}
+    return Environment(toolchain=data["toolchain"], version=data["version"], **lists)
 
 
 def _statement(item: Item) -> Statement:

@@ -27,14 +27,8 @@ from m2forge.compiled import cache_folder
 from m2forge.errors import DataError, NotFoundError
 from m2forge.files import write_atomic
 from m2forge.pipelines.stage import Rejection
-from m2forge.pipelines.swe.candidate import (
-    METADATA,
-    Candidate,
-    Release,
-    Text,
-    make_candidate,
-    parse_metadata,
-)
+from m2forge.pipelines.swe.candidate import Candidate, Text, make_candidate
+from m2forge.pipelines.swe.tree import METADATA, Release, parse_metadata
 from m2forge.tasks.folders.folder import FileKind, FolderFile
 
 INDEX = "https://pypi.org/simple"

@@ -27,16 +27,11 @@ import tomli_w
 from m2forge.pipelines.stage import Rejection
 from m2forge.pipelines.swe import speed_tests
 from m2forge.pipelines.swe.candidate import Candidate, names_refactoring
-from m2forge.pipelines.swe.environment import (
-    Environment,
-    Outcomes,
-    Runner,
-    TestRun,
-    apply_patch,
-    environment_files,
-)
+from m2forge.pipelines.swe.environment import Runner, apply_patch
 from m2forge.pipelines.swe.mutation import Mutation, mutations
 from m2forge.pipelines.swe.statement import Statement, missing_names
+from m2forge.pipelines.swe.toolchains.python import Python
+from m2forge.pipelines.swe.toolchains.toolchain import Environment, Outcomes, TestRun
 from m2forge.records import JsonValue
 from m2forge.tasks.folders import swe_tests
 from m2forge.tasks.folders.environment import prepare
@@ -80,13 +75,27 @@ class Observation:
 
 
 async def observe(candidate: Candidate, image: TaskImage, runner: Runner) -> Observation | Rejection:
-    files, both = candidate.test_files, (candidate.patch, candidate.test_patch)
-    after = [await runner.run(image, both, files) for _ in range(NUM_RUNS)]
-    before = [await runner.run(image, both[1:], files) for _ in range(NUM_RUNS)]
+    toolchain, targets = candidate.toolchain, candidate.targets
+    both = (candidate.patch, candidate.test_patch)
+    after = [await runner.run(toolchain, image, both, targets) for _ in range(NUM_RUNS)]
+    before = [await runner.run(toolchain, image, both[1:], targets) for _ in range(NUM_RUNS)]
     for run in (*after, *before):
         if run.problem is not None and not (run in before and not run.tests and run.messages):
             return Rejection("unfinished", {"problem": run.problem, "output": run.output[-3000:]})
-    return compare(before, after, allows_no_change=routed_without_change(candidate) is not None)
+    found = compare(before, after, allows_no_change=routed_without_change(candidate) is not None)
+    return found if isinstance(found, Rejection) else _hidden_alone(candidate, found)
+
+
+def _hidden_alone(candidate: Candidate, observation: Observation) -> Observation | Rejection:
+    """Without F2P that stand in no test file: the golden patch brings those, and no other patch would."""
+    toolchain = candidate.toolchain
+    texts = {path: file.content.decode(errors="replace") for path, file in candidate.base.items()}
+    tests = {path: text for path, text in texts.items() if toolchain.is_test(path)} | dict(candidate.tests)
+    kept = tuple(id for id in observation.fail_to_pass if toolchain.locate(id, tests) is not None)
+    if observation.fail_to_pass and not kept:
+        evidence: dict[str, JsonValue] = {"in_source": list[JsonValue](observation.fail_to_pass[:20])}
+        return Rejection("no F2P", evidence)
+    return replace(observation, fail_to_pass=kept)
 
 
 def compare(
@@ -131,6 +140,8 @@ def names_speed(candidate: Candidate) -> bool:
 def routed_without_change(candidate: Candidate) -> Route | None:
     """What kind of task a candidate can be if it changes no test's outcome. Whether it is faster is measured when the
     folder is verified."""
+    if candidate.language != Python.name:
+        return None  # Workloads and goals of structure are made for Python alone.
     if names_speed(candidate):
         return Route.PERF
     fixes = any(_FIXES.search(text.text) for text in candidate.texts)
@@ -183,7 +194,7 @@ class Mutants:
 
 
 async def run_mutants(candidate: Candidate, observation: Observation, image: TaskImage, runner: Runner) -> Mutants:
-    files = _ordered_files(observation)
+    targets = _ordered_targets(observation)
     killed, undecided, survived = 0, 0, list[str]()
     async with runner.opened(image) as sandbox:
         for patch in (candidate.patch, candidate.test_patch):
@@ -192,11 +203,17 @@ async def run_mutants(candidate: Candidate, observation: Observation, image: Tas
         sources = {}
         for path in sorted(lines):
             # A version says nothing that a test could check.
-            if path.endswith(".py") and "version" not in path.rpartition("/")[2]:
+            if candidate.toolchain.is_source(path) and "version" not in path.rpartition("/")[2]:
                 sources[path] = (await sandbox.read(path, MAX_FILE_BYTES)).decode(errors="replace")
         for path, mutation in choose_mutants(sources, lines, candidate.id):
             await sandbox.write(path, mutation.apply(sources[path]).encode())
-            run = await runner.run_in(sandbox, files, f"--maxfail={observation.num_failing + 1}", timeout_s=MUTANT_S)
+            run = await runner.run_in(
+                candidate.toolchain,
+                sandbox,
+                targets,
+                max_failures=observation.num_failing + 1,
+                timeout_s=MUTANT_S,
+            )
             await sandbox.write(path, sources[path].encode())
             if run.problem is not None and run.problem.startswith("unfinished"):
                 undecided += 1
@@ -225,24 +242,24 @@ def choose_mutants(sources: Mapping[str, str], lines: Mapping[str, set[int]], se
 
 
 def is_killed(run: TestRun, observation: Observation) -> bool:
-    """Whether a listed test failed, or its file could not be imported."""
+    """Whether a listed test failed, or its target could not be compiled or imported."""
     if run.problem is not None:
         return True
     wanted = set(observation.wanted)
-    files = {name for id in wanted for name in _names_of_file(id.partition("::")[0])}
+    targets = {name for id in wanted for name in _names_of_target(id.partition("::")[0])}
     return any(
-        (id in wanted and run.tests.get(id) is Outcomes.FAILED) or (id not in run.tests and id in files)
+        (id in wanted and run.tests.get(id) is Outcomes.FAILED) or (id not in run.tests and id in targets)
         for id in run.messages
     )
 
 
-def _names_of_file(path: str) -> tuple[str, str]:
-    """By which a report names a file that could not be collected."""
-    return path, path.removesuffix(".py").replace("/", ".")
+def _names_of_target(target: str) -> tuple[str, str]:
+    """By which a report names a target that could not be compiled; pytest names a file's module."""
+    return target, target.removesuffix(".py").replace("/", ".")
 
 
-def _ordered_files(observation: Observation) -> list[str]:
-    """Files with F2P first, where most mutants die."""
+def _ordered_targets(observation: Observation) -> list[str]:
+    """Targets with F2P first, where most mutants die."""
     return list(dict.fromkeys(id.partition("::")[0] for id in observation.wanted))
 
 
@@ -268,8 +285,12 @@ def task_files(
         "FAIL_TO_PASS": list(observation.fail_to_pass),
         "PASS_TO_PASS": list(observation.pass_to_pass),
     }
+    toolchain, targets = candidate.toolchain, _ordered_targets(observation)
+    if candidate.language != Python.name:
+        record |= {"language": candidate.language, "report": toolchain.report}
+        record["command"] = list[JsonValue](toolchain.command(targets))
     if kind is Route.PERF:
-        record["workload"] = list[JsonValue](workload(observation))
+        record["workload"] = list[JsonValue](toolchain.workload(targets))
     files = dict(record_files(record))
     if kind is Route.PERF:
         files |= _speed_files(files)
@@ -283,18 +304,13 @@ def task_files(
         "licence": candidate.licence,
         "statement": statement.kind,
         "origin": dict(candidate.origin),
-        "python": environment.python,
-        "pins": environment.pins,
+        toolchain.name: environment.version,
+        "pins": toolchain.pins(environment),
         **facts,
     }
     files[CONFIG_NAME] = FolderFile(tomli_w.dumps(table).encode())
-    own = environment_files(candidate, environment)
+    own = toolchain.files(candidate.package, candidate.release, environment)
     return files | {f"environment/{name}": file for name, file in own.items()}
-
-
-def workload(observation: Observation) -> tuple[str, ...]:
-    """The command whose CPU time counts: the tests that must go on passing."""
-    return ("python3", "-s", "-m", "pytest", "-p", "no:cacheprovider", "-q", *_ordered_files(observation))
 
 
 def _speed_files(files: Mapping[str, FolderFile]) -> dict[str, FolderFile]:

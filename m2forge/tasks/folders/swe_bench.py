@@ -9,7 +9,9 @@
     repo                                    package of `[metadata.m2forge]`, by which tasks are held out
 
 The folder carries a copy of `tasks/folders/swe_tests.py`, which runs the tests. Only records whose tests are pytest's
-(`file.py::name`) can be verified so; others are rejected, as are records without FAIL_TO_PASS.
+(`file.py::name`) can be verified so; others are rejected, as are records without FAIL_TO_PASS. A record with the fields
+`command` and `report` has tests of another language: its folder carries `tasks/folders/suite_tests.py` too, which runs
+them.
 """
 
 import json
@@ -24,7 +26,7 @@ from m2forge.config import TomlValue
 from m2forge.errors import DataError, NotFoundError
 from m2forge.files import write_atomic
 from m2forge.records import JsonValue
-from m2forge.tasks.folders import swe_tests
+from m2forge.tasks.folders import suite_tests, swe_tests
 from m2forge.tasks.folders.export import folder_name
 from m2forge.tasks.folders.folder import (
     CONFIG_NAME,
@@ -60,7 +62,7 @@ RUN chown -R {user}:{user} {testbed}
 """
 _TEST = """#!/bin/sh
 mkdir -p /logs/verifier
-reward=$(python3 -s /tests/swe_tests.py {testbed} /tests /logs/verifier) || reward=0
+reward=$(python3 -s /tests/{program} {testbed} /tests /logs/verifier) || reward=0
 echo "$reward" > /logs/verifier/reward.txt
 [ "$reward" = 1 ]
 """
@@ -152,17 +154,19 @@ def record_files(record: Mapping[str, JsonValue]) -> dict[str, FolderFile]:
     table = _table(record)
     parse_table(table, f"{record['instance_id']}/{CONFIG_NAME}")
     rest = {key: value for key, value in record.items() if key not in TEXT_FILES}
+    programs = [Path(swe_tests.__file__), *([Path(suite_tests.__file__)] if "report" in record else [])]
     texts = {
         CONFIG_NAME: tomli_w.dumps(table),
         INSTANCE: json.dumps(rest, ensure_ascii=False, indent=1) + "\n",
-        f"tests/{Path(swe_tests.__file__).name}": Path(swe_tests.__file__).read_text(encoding="utf-8"),
         "environment/Dockerfile": _dockerfile(record),
     }
     texts |= {name: str(record[key]) for key, name in TEXT_FILES.items() if isinstance(record.get(key), str)}
-    programs = {"tests/test.sh": _TEST, "solution/solve.sh": _SOLVE}
+    texts |= {f"tests/{path.name}": path.read_text(encoding="utf-8") for path in programs}
+    scripts = {"tests/test.sh": _TEST, "solution/solve.sh": _SOLVE}
     files = {name: FolderFile(text.encode("utf-8", "surrogatepass")) for name, text in texts.items()}
     return files | {
-        name: FolderFile(text.format(testbed=TESTBED).encode(), FileKind.EXECUTABLE) for name, text in programs.items()
+        name: FolderFile(text.format(testbed=TESTBED, program=programs[-1].name).encode(), FileKind.EXECUTABLE)
+        for name, text in scripts.items()
     }
 
 

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from m2forge.pipelines.swe.candidate import Candidate, Release, make_candidate
-from m2forge.pipelines.swe.environment import resolved_path, wheel_folder
+from m2forge.pipelines.swe.candidate import Candidate, make_candidate
+from m2forge.pipelines.swe.toolchains.python import resolved_path, wheel_folder
+from m2forge.pipelines.swe.tree import Release
 from m2forge.tasks.folders.folder import FolderFile
 
 LICENCE = "MIT License\n\nPermission is hereby granted, free of charge, to any person obtaining a copy\n"

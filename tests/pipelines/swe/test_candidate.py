@@ -6,17 +6,9 @@ from pathlib import Path
 import pytest
 
 from m2forge.pipelines.stage import Rejection
-from m2forge.pipelines.swe.candidate import (
-    Candidate,
-    Release,
-    is_runnable,
-    is_source,
-    is_test,
-    make_candidate,
-    pack_tree,
-    permissive,
-    unpack_tree,
-)
+from m2forge.pipelines.swe.candidate import Candidate, make_candidate, permissive
+from m2forge.pipelines.swe.toolchains.python import Python
+from m2forge.pipelines.swe.tree import Release, pack_tree, unpack_tree
 from m2forge.tasks.folders.folder import FileKind, FolderFile, write_folder
 from tests.pipelines.swe import projects
 
@@ -67,7 +59,12 @@ def test_the_same_tree_is_the_same_commit() -> None:
     ],
 )
 def test_paths_are_source_or_tests(path: str, kinds: str) -> None:
-    found = {"source": is_source(path), "test": is_test(path), "runnable": is_runnable(path)}
+    python, tree = Python(), projects.release({path: ""}).tree
+    found = {
+        "source": python.is_source(path),
+        "test": python.is_test(path),
+        "runnable": python.targets(tree) == (path,),
+    }
     assert " ".join(kind for kind, holds in found.items() if holds) == kinds
 
 

@@ -4,8 +4,8 @@ import ast
 
 import pytest
 
-from m2forge.pipelines.swe.environment import Outcomes, TestRun
 from m2forge.pipelines.swe.mutation import broken_tests, without_functions
+from m2forge.pipelines.swe.toolchains.toolchain import Outcomes, TestRun
 
 P, F = Outcomes.PASSED, Outcomes.FAILED
 

@@ -13,10 +13,11 @@ from m2forge.pipelines.config import EndpointConfig, PipelineConfig
 from m2forge.pipelines.run import run_stages
 from m2forge.pipelines.stage import Pipeline
 from m2forge.pipelines.store import StageYield
-from m2forge.pipelines.swe import environment, pipeline
+from m2forge.pipelines.swe import pipeline
 from m2forge.pipelines.swe.config import BuildModelConfig, RepositoryConfig, SweConfig
-from m2forge.pipelines.swe.environment import TestRun
 from m2forge.pipelines.swe.repair import stable
+from m2forge.pipelines.swe.toolchains import python
+from m2forge.pipelines.swe.toolchains.toolchain import Environment, TestRun, Toolchain
 from m2forge.tasks.folders.task_image import TaskImage
 from tests.pipelines.endpoint import Endpoint, completion, serving
 from tests.pipelines.swe import projects
@@ -29,13 +30,15 @@ SET = json.dumps({"action": "set", "variable": "SUMS_MODE", "value": "plain"})
 class ScriptedRunner:
     """Tests run only with the package sums-data and the variable SUMS_MODE."""
 
-    async def python(self) -> str:
+    async def version(self, toolchain: Toolchain) -> str:
         return "3.12"
 
-    async def image(self, candidate: object, made: environment.Environment) -> TaskImage:
+    async def image(self, candidate: object, made: Environment) -> TaskImage:
         return TaskImage(",".join((*made.requirements, *made.variables)))
 
-    async def run(self, image: TaskImage, patches: Sequence[str], files: Sequence[str]) -> TestRun:
+    async def run(
+        self, toolchain: Toolchain, image: TaskImage, patches: Sequence[str], targets: Sequence[str]
+    ) -> TestRun:
         for wanted in ("sums-data", "SUMS_MODE=plain"):
             if wanted not in image.base:
                 return TestRun(problem="no report", output=f"Collected in 0.1{len(image.base)}s: {wanted} is missing")
@@ -46,12 +49,12 @@ class ScriptedRunner:
 def _scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     """No wheels and no sandboxes."""
 
-    def resolve(requirements: Sequence[str], python: str) -> tuple[str, ...]:
+    def resolve(requirements: Sequence[str], version: str) -> tuple[str, ...]:
         if "nowhere" in requirements:
             raise NotFoundError("pip download nowhere: no matching distribution")
         return ()
 
-    monkeypatch.setattr(environment, "resolve", resolve)
+    monkeypatch.setattr(python, "resolve", resolve)
     monkeypatch.setattr(pipeline, "Runner", lambda *_: ScriptedRunner())
 
 

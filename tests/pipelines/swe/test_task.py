@@ -1,7 +1,6 @@
 """Gates of tasks: F2P and P2P, routes, and mutants of changed lines."""
 
 from m2forge.pipelines.stage import Rejection
-from m2forge.pipelines.swe.environment import Outcomes, TestRun
 from m2forge.pipelines.swe.mutation import mutations
 from m2forge.pipelines.swe.task import (
     MAX_MUTANTS,
@@ -14,6 +13,7 @@ from m2forge.pipelines.swe.task import (
     is_killed,
     route,
 )
+from m2forge.pipelines.swe.toolchains.toolchain import Outcomes, TestRun
 from tests.pipelines.swe import projects
 
 P, F, S = Outcomes.PASSED, Outcomes.FAILED, Outcomes.SKIPPED

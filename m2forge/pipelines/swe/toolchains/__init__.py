@@ -1,0 +1,1 @@
+"""Languages of projects: one toolchain each."""

@@ -1,0 +1,171 @@
+"""Toolchains: what the pipeline must know of a language, one class each.
+
+    tree ─▶ is_project ─▶ is_test, is_source, targets ─▶ environment ─▶ files ─▶ command ─▶ report ─▶ ids of tests
+
+A test's id is `TARGET::NAME`. A target is what the command can be given: a file of pytest, a package of Go. The command
+runs in the repository, in a sandbox without a network, and writes its report, in a format that `suite_tests.FORMATS`
+reads, to the path in the variable TEST_REPORT. A target that cannot be compiled or imported is a message under the
+target's name, and its tests are missing from the report, which counts as failed.
+"""
+
+import re
+import shlex
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import PurePosixPath
+from typing import ClassVar
+
+from m2forge.pipelines.swe.action import Edits
+from m2forge.pipelines.swe.tree import COMMIT, GIT_ENV, Release, Tree
+from m2forge.tasks.folders.folder import FolderFile
+from m2forge.tasks.folders.suite_tests import FAILED, PASSED, REPORT, SKIPPED
+from m2forge.tasks.folders.swe_bench import BASE_IMAGE, TESTBED, USER
+
+LOGS, REPORT_PATH = "/logs/verifier", f"/logs/verifier/{REPORT}"
+SOURCE_ENDINGS = frozenset({".py", ".pyx", ".js", ".mjs", ".cjs", ".ts", ".c", ".h", ".cc", ".cpp", ".go", ".rs"})
+_TEST_FILE = re.compile(r"(?:^|/)(?:tests?|test_[^/]*|[^/]*_test|[^/]*\.(?:test|spec)|conftest)\.\w+$")
+_TEST_FOLDER = re.compile(r"^testing/|(?:^|/)(?:tests?|__tests__)/")
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    toolchain: str
+    """Its name."""
+    requirements: tuple[str, ...]
+    """What the rules asked for."""
+    archives: tuple[str, ...]
+    """File names of the packages that fulfil them, in the toolchain's cache folder."""
+    version: str
+    """Version of the language in the base image: 3.12."""
+    variables: tuple[str, ...] = ()
+    """NAME=VALUE of environment variables that a model set."""
+
+
+class Outcomes(StrEnum):
+    PASSED = PASSED
+    FAILED = FAILED
+    SKIPPED = SKIPPED
+
+
+@dataclass(frozen=True, slots=True)
+class TestRun:
+    """What one run of tests reported."""
+
+    __test__ = False
+    tests: Mapping[str, Outcomes] = field(default_factory=dict)
+    """By id. A test that a report lists twice with different outcomes has failed."""
+    messages: Mapping[str, str] = field(default_factory=dict)
+    """The first line of why a test failed, and of targets that could not be compiled or imported."""
+    output: str = ""
+    problem: str | None = None
+    """Why the run decides nothing."""
+    cpu_s: float = 0.0
+
+    @property
+    def passed(self) -> set[str]:
+        return {id for id, outcome in self.tests.items() if outcome is Outcomes.PASSED}
+
+
+class Toolchain(ABC):
+    """How projects of one language are recognised, built and tested."""
+
+    name: ClassVar[str]
+    version_command: ClassVar[tuple[str, ...]]
+    """Prints the version of the language in the base image."""
+    report: ClassVar[str]
+    """A key of `suite_tests.FORMATS`."""
+
+    @abstractmethod
+    def is_project(self, tree: Tree) -> bool:
+        """Whether a tree is a project of this language."""
+
+    def is_test(self, path: str) -> bool:
+        """Whether a file belongs to the tests, which are hidden from agents."""
+        return bool(_TEST_FILE.search(path) or _TEST_FOLDER.search(path))
+
+    def is_source(self, path: str) -> bool:
+        is_document = path.startswith(("docs/", "doc/"))
+        return PurePosixPath(path).suffix in SOURCE_ENDINGS and not self.is_test(path) and not is_document
+
+    @abstractmethod
+    def targets(self, tree: Tree) -> tuple[str, ...]:
+        """All that the command can be given; empty for a tree without tests."""
+
+    def requirements(self, release: Release, edits: Edits) -> list[str]:
+        """Packages that the project's own files name, as a model edited them."""
+        return []
+
+    def environment(self, release: Release, version: str, asked: Sequence[str], edits: Edits) -> Environment:
+        """The environment of a project, downloaded as far as it needs to be; raises DataError or NotFoundError.
+        `asked`: requirements that the output of runs asked for."""
+        return Environment(self.name, (), (), version)
+
+    def asks(self, run: TestRun, release: Release, environment: Environment) -> list[str]:
+        """Requirements that the output of a run asks for and the environment lacks."""
+        return []
+
+    def pins(self, environment: Environment) -> list[str]:
+        """The exact packages of an environment: NAME==VERSION."""
+        return []
+
+    @abstractmethod
+    def files(self, package: str, release: Release, environment: Environment) -> dict[str, FolderFile]:
+        """The files of `environment/` of a task folder: the Dockerfile and what it copies."""
+
+    @abstractmethod
+    def command(self, targets: Sequence[str], max_failures: int | None = None) -> tuple[str, ...]:
+        """Runs the tests of targets. `max_failures`: it may stop after as many."""
+
+    def workload(self, targets: Sequence[str]) -> tuple[str, ...]:
+        """The command whose CPU time counts in a task of speed; empty where such tasks are not made."""
+        return ()
+
+    def locate(self, id: str, tests: Mapping[str, str]) -> tuple[str, str] | None:
+        """The test file that has a test, and the function in it; None for a test that no test file has. `tests`: all
+        test files as texts."""
+        path, _, inner = id.partition("::")
+        return path, inner.partition("[")[0].split("::")[-1]
+
+
+def testbed(tree: Tree) -> dict[str, FolderFile]:
+    """The files of a tree where the Dockerfile copies them from."""
+    return {f"testbed/{path}": file for path, file in tree.items()}
+
+
+def commit_command() -> str:
+    """Makes the repository of the tree, the same commit everywhere."""
+    variables = " ".join(f"{key}={shlex.quote(value)}" for key, value in GIT_ENV.items())
+    return f"git init -q && git add -Af && {variables} {shlex.join(COMMIT)}"
+
+
+_DOCKERFILE = """FROM {base}
+RUN {guards}
+RUN mkdir -p {cache} && chown {user}:{user} {cache}
+COPY --chown={user}:{user} testbed {testbed}
+WORKDIR {testbed}
+{variables}USER {user}
+RUN {commit}
+RUN {warm}
+"""
+CACHE = "/opt/cache"
+"""Folder of the image that tests may write, for what compilers keep."""
+
+
+def dockerfile(programs: Sequence[str], variables: Mapping[str, str], warm: str) -> FolderFile:
+    """A Dockerfile over a base image that has the programs. `warm`: a command that fills the compiler's cache, after
+    the base is committed, in `CACHE`; it may fail."""
+    needed = (*programs, "git", "python3")
+    guards = [f"(command -v {name} >/dev/null || (echo 'the base image has no {name}'; exit 1))" for name in needed]
+    text = _DOCKERFILE.format(
+        base=BASE_IMAGE,
+        guards=" && ".join(guards),
+        cache=CACHE,
+        user=USER,
+        testbed=TESTBED,
+        variables="".join(f"ENV {key}={shlex.quote(value)}\n" for key, value in variables.items()),
+        commit=commit_command(),
+        warm=f"({warm}) >/dev/null 2>&1 || true",
+    )
+    return FolderFile(text.encode())

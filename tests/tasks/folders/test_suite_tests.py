@@ -1,0 +1,80 @@
+"""Folders of tests of any language: what is carried, what the reward is, and that Python's folders are as they were."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from m2forge.pipelines.swe.statement import Statement
+from m2forge.pipelines.swe.task import Observation, Route, task_files
+from m2forge.pipelines.swe.toolchains.toolchain import Environment
+from m2forge.tasks.folders.folder import FolderFile
+from m2forge.tasks.folders.swe_bench import record_files
+from tests.pipelines.swe import projects
+
+RECORD = {
+    "instance_id": "a__b-1",
+    "repo": "a/b",
+    "base_commit": "0" * 40,
+    "problem_statement": "p",
+    "patch": "x",
+    "test_patch": "y",
+    "FAIL_TO_PASS": ["t.py::a"],
+    "PASS_TO_PASS": ["t.py::b"],
+}
+WRITTEN = {
+    Route.BUG: "d0a7356d1f6fa8a9f3e7e309cc843610673f4585fbb3b2c91e278100ee821901",
+    Route.FEATURE: "008aeac6718aee5580bd1594c03b8fc186b6acef5d1cd05b2b76a9320ac35088",
+    Route.PERF: "f5c9703ca58c988a1d13310724ebf2229d047d7308cc3d0812f4a771d648eb23",
+}
+"""Digests of folders that were written when Python was the only language."""
+WRITTEN_RECORD = "5c1911d5367d3a17801e19e20f5e8b04a0537ef647bbf6e5020b5825300b556b"
+
+
+def digest(files: Mapping[str, FolderFile]) -> str:
+    found = hashlib.sha256()
+    for path, file in sorted(files.items()):
+        found.update(f"{path}\0{file.kind}\0{len(file.content)}\0".encode() + file.content)
+    return found.hexdigest()
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_folders_of_python_are_as_ever(kind: Route) -> None:
+    environment = Environment("python", ("pytest",), (), "3.12")
+    wanted = ("tests/test_sums.py::test_total_of_all_numbers",), ("tests/test_sums.py::test_first",)
+    statement = Statement("Fix total.\n", "changelog", ())
+    observation = Observation(*wanted, (), {}, 0)
+    files = task_files(projects.candidate(), environment, observation, statement, kind, {"mutants": {"killed": 1}})
+    assert digest(files) == WRITTEN[kind]
+
+
+def test_folders_of_swe_bench_are_as_ever() -> None:
+    assert digest(record_files(dict(RECORD))) == WRITTEN_RECORD
+
+
+JUNIT = '<testsuite><testcase classname="t" name="a"/><testcase classname="t" name="b">{}</testcase></testsuite>'
+
+
+@pytest.mark.parametrize(("inner", "reward"), [("", "1"), ("<skipped/>", "0"), ("<failure/>", "0")])
+def test_any_command_with_a_report_gives_the_reward(tmp_path: Path, inner: str, reward: str) -> None:
+    repository, tests, logs = (tmp_path / name for name in ("testbed", "tests", "logs"))
+    logs.mkdir()
+    script = f"echo noise; printf '%s' '{JUNIT.format(inner)}' > \"$TEST_REPORT\"; exit 1"
+    record = {**RECORD, "test_patch": "", "report": "pytest-junit", "command": ["sh", "-c", script]}
+    for path, file in record_files(record).items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(file.content)
+    assert "suite_tests.py" in (tests / "test.sh").read_text()
+    assert json.loads((tests / "instance.json").read_text())["report"] == "pytest-junit"
+    subprocess.run(["git", "init", "-q", str(repository)], check=True)
+    (tests / "test.patch").write_text(PATCH)
+    command = [sys.executable, str(tests / "suite_tests.py"), str(repository), str(tests), str(logs)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == f"{reward}\n", done.stderr
+
+
+PATCH = "--- /dev/null\n+++ b/t.py\n@@ -0,0 +1 @@\n+x = 1\n"
