@@ -43,7 +43,7 @@ from m2forge.tasks.folders.swe_bench import BASE_IMAGE, TESTBED, USER
 
 METADATA_FOLDER = "/opt/metadata"
 PIP_S = 300.0
-_BUILD_FILES = ("pyproject.toml", "setup.py", "setup.cfg")
+_BUILD_FILE = re.compile(r"pyproject\.toml|setup\.(?:py|cfg)")
 _TEST_EXTRAS = ("test", "tests", "testing")
 _TEST_FILES = re.compile(
     r"^(?:requirements[/_-])?(?:tests?|tests?[_-]requirements|requirements[_-]tests?)\.(?:txt|in)$"
@@ -135,7 +135,7 @@ class Python(Toolchain):
     report = "pytest-junit"
 
     def is_project(self, tree: Tree) -> bool:
-        return any(name in tree for name in _BUILD_FILES)
+        return any(_BUILD_FILE.fullmatch(path) for path in tree)
 
     def targets(self, tree: Tree) -> tuple[str, ...]:
         return tuple(sorted(path for path in tree if self._is_runnable(path)))
