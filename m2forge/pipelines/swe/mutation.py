@@ -1,4 +1,4 @@
-"""Small faults: mutants of Python files, and candidates made of them by bug injection.
+"""Small faults: a source file in, mutations out, each of which makes a mutant of it.
 
 A mutation replaces the characters of one node, so the rest of the file stays as it was written. Each has a kind:
 
@@ -11,28 +11,16 @@ A mutation replaces the characters of one node, so the rest of the file stays as
     argument    the first argument of a call replaced by the second
 
 Type annotations, docstrings, decorators, imports and messages of exceptions are left alone: tests rarely see them.
-
-Bug injection takes a release whose tests pass. A mutation of a source file is tried in a sandbox. It is a bug if tests
-that passed three times without it fail with it, and no more than `MAX_BROKEN` of all: a fault that breaks everything
-teaches nothing. The candidate's base is the faulty tree without the test functions that failed; its golden patch undoes
-the fault, its test patch restores the functions.
+The kinds above are those of Python, by `ast`; `grammar` has those of JavaScript, Go, C and Rust, by tree-sitter.
 """
 
 import ast
-import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TypeGuard
 
-from m2forge.pipelines.stage import Rejection
-from m2forge.pipelines.swe.candidate import Candidate, make_candidate
-from m2forge.pipelines.swe.environment import Runner, build
-from m2forge.pipelines.swe.toolchains.table import detect
-from m2forge.pipelines.swe.toolchains.toolchain import Environment, Outcomes, TestRun, Toolchain
-from m2forge.pipelines.swe.tree import Release
-from m2forge.records import JsonValue
-from m2forge.tasks.folders.task_image import TaskImage
+from m2forge.pipelines.swe import grammar
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -50,10 +38,21 @@ class Mutation:
 
 
 def mutations(path: str, source: str, lines: Collection[int] | None = None) -> list[Mutation]:
-    """All mutations of a file that start at one of the lines; empty for other languages and files with errors."""
-    if PurePosixPath(path).suffix != ".py":
-        return []
-    return sorted({found for found in _python_mutations(source) if lines is None or found.line in lines})
+    """All mutations of a file that start at one of the lines; empty for files in other languages, or Python files with
+    syntax errors."""
+    suffix = PurePosixPath(path).suffix
+    if suffix == ".py":
+        return sorted({found for found in _python_mutations(source) if lines is None or found.line in lines})
+    found = grammar.faults(path, source, lines) if suffix in grammar.LANGUAGES else ()
+    return sorted({Mutation(start, end, text, kind, line) for line, (kind, start, end, text) in found})
+
+
+def functions(path: str, source: str) -> list[tuple[int, int]]:
+    """First and last lines of functions that are in no other function."""
+    suffix = PurePosixPath(path).suffix
+    if suffix in grammar.LANGUAGES:
+        return list(grammar.functions(path, source))
+    return list(_python_functions(source)) if suffix == ".py" else []
 
 
 _COMPARE: Mapping[type[ast.cmpop], str] = {
@@ -174,96 +173,7 @@ def _python_faults(node: ast.AST, text: Callable[[ast.expr], str]) -> Iterator[t
                 yield "argument", first, text(second)
 
 
-# -- bug injection -----------------------------------------------------------------------------------------------------
-
-NUM_RUNS = 3
-MAX_BROKEN = 0.5
-MAX_TRIES = 4
-"""Mutations that are tried for each bug that is asked for."""
-TRIAL_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Sound:
-    """A release with its environment and the tests that always pass."""
-
-    package: str
-    release: Release
-    licence: str
-    toolchain: Toolchain
-    environment: Environment
-    image: TaskImage
-    passing: frozenset[str]
-
-
-async def prepare_release(package: str, release: Release, licence: str, runner: Runner) -> Sound | Rejection:
-    toolchain = detect(release.tree)
-    targets = toolchain.targets(release.tree)
-    if not targets:
-        return Rejection("no test file", {"package": package})
-    whole = Candidate(
-        *(package, package, toolchain.name, {}, release.tree, release.metadata, licence, "", "", "", (), targets, {})
-    )
-    built = await build(whole, runner)
-    if isinstance(built, Rejection):
-        return built
-    runs = [built.run, *[await runner.run(toolchain, built.image, (), targets) for _ in range(NUM_RUNS - 1)]]
-    if problem := next((run.problem for run in runs if run.problem is not None), None):
-        return Rejection("unfinished", {"problem": problem})
-    passing = frozenset.intersection(*(frozenset(run.passed) for run in runs))
-    if not passing:
-        return Rejection("no P2P", {"output": built.run.output[-3000:]})
-    return Sound(package, release, licence, toolchain, built.environment, built.image, passing)
-
-
-async def inject(sound: Sound, num: int, runner: Runner, generator: random.Random) -> list[Candidate]:
-    """Up to `num` candidates, each with another fault."""
-    found: list[Candidate] = []
-    targets = sorted({id.partition("::")[0] for id in sound.passing})
-    async with runner.opened(sound.image) as sandbox:
-        for path, mutation in _faults(sound, generator, num * MAX_TRIES):
-            source = sound.release.tree[path].content.decode()
-            await sandbox.write(path, mutation.apply(source).encode())
-            run = await runner.run_in(sound.toolchain, sandbox, targets, timeout_s=TRIAL_S)
-            await sandbox.write(path, source.encode())
-            if (broken := broken_tests(sound.passing, run)) is not None:
-                candidate = _candidate(sound, path, mutation, broken)
-                found += [candidate] if isinstance(candidate, Candidate) else []
-            if len(found) == num:
-                break
-    return found
-
-
-def broken_tests(passing: Collection[str], run: TestRun) -> list[str] | None:
-    """Tests that a fault breaks; None if it breaks none, too many, or the run decides nothing."""
-    if run.problem is not None:
-        return None
-    broken = sorted(id for id in passing if run.tests.get(id) is Outcomes.FAILED)
-    num_gone = sum(id not in run.tests for id in passing)
-    return broken if broken and not num_gone and len(broken) <= MAX_BROKEN * len(passing) else None
-
-
-def _faults(sound: Sound, generator: random.Random, num: int) -> list[tuple[str, Mutation]]:
-    """Mutations spread over files and functions: one of each function before a second one of any."""
-    groups: list[list[tuple[str, Mutation]]] = []
-    for path, file in sorted(sound.release.tree.items()):
-        if sound.toolchain.is_source(path) and path.endswith(".py") and "version" not in path.rpartition("/")[2]:
-            try:
-                source = file.content.decode()
-            except UnicodeDecodeError:
-                continue
-            found = mutations(path, source)
-            for start, end in _functions(source):
-                group = [(path, mutation) for mutation in found if start <= mutation.line <= end]
-                generator.shuffle(group)
-                groups += [group] if group else []
-    generator.shuffle(groups)
-    rounds = max(map(len, groups), default=0)
-    return [group[index] for index in range(rounds) for group in groups if index < len(group)][:num]
-
-
-def _functions(source: str) -> Iterator[tuple[int, int]]:
-    """First and last lines of functions that are in no other function."""
+def _python_functions(source: str) -> Iterator[tuple[int, int]]:
     try:
         pending: list[ast.AST] = [ast.parse(source)]
     except (SyntaxError, ValueError):
@@ -274,58 +184,3 @@ def _functions(source: str) -> Iterator[tuple[int, int]]:
             yield node.lineno, node.end_lineno or node.lineno
         else:
             pending += ast.iter_child_nodes(node)
-
-
-def _candidate(sound: Sound, path: str, mutation: Mutation, broken: Sequence[str]) -> Candidate | Rejection:
-    tree = dict(sound.release.tree)
-    tree[path] = replace(tree[path], content=mutation.apply(tree[path].content.decode()).encode())
-    names: dict[str, set[str]] = {}
-    for file, function in _places(sound, broken):
-        names.setdefault(file, set()).add(function)
-    for file, functions in names.items():
-        pruned = without_functions(tree[file].content.decode(errors="surrogateescape"), functions)
-        tree[file] = replace(tree[file], content=pruned.encode(errors="surrogateescape"))
-    origin: dict[str, JsonValue] = {
-        "kind": "injected",
-        "release": sound.release.name,
-        "file": path,
-        "line": mutation.line,
-        "mutation": mutation.kind,
-    }
-    place = path.removesuffix(".py").replace("/", "-")
-    id = f"{sound.package}-{sound.release.name}-{place}-{mutation.start}-{mutation.kind}"
-    old = Release(tree, sound.release.metadata, sound.release.name)
-    candidate = make_candidate(id, sound.package, old, sound.release, origin)
-    if isinstance(candidate, Rejection):
-        return candidate
-    # Tests of other files say nothing about this fault, and make every gate slower.
-    return replace(candidate, targets=tuple(sorted({id.partition("::")[0] for id in broken})))
-
-
-def _places(sound: Sound, ids: Sequence[str]) -> list[tuple[str, str]]:
-    """The test files and functions of tests."""
-    is_test, tree = sound.toolchain.is_test, sound.release.tree
-    tests = {path: file.content.decode(errors="replace") for path, file in tree.items() if is_test(path)}
-    return [place for id in ids if (place := sound.toolchain.locate(id, tests)) is not None]
-
-
-def without_functions(source: str, names: Collection[str]) -> str:
-    """A test file without the functions of these names; a class or file stays valid."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return source
-    lines = source.splitlines(keepends=True)
-    for owner in ast.walk(tree):
-        if not isinstance(owner, ast.Module | ast.ClassDef):
-            continue
-        functions = [node for node in owner.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-        removed = [node for node in functions if node.name in names]
-        for number, node in enumerate(removed):
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            is_whole = len(removed) == len(owner.body) and number == 0
-            indent = " " * node.col_offset
-            lines[first - 1 : node.end_lineno] = [f"{indent}pass\n" if is_whole else ""] + [""] * (
-                (node.end_lineno or first) - first
-            )
-    return "".join(lines)

@@ -27,7 +27,7 @@ from m2forge.pipelines.swe.candidate import Candidate, permissive
 from m2forge.pipelines.swe.config import BuildModelConfig, SweConfig
 from m2forge.pipelines.swe.environment import Built, Runner, build
 from m2forge.pipelines.swe.goal import add_goals, goal_statement
-from m2forge.pipelines.swe.mutation import inject, prepare_release
+from m2forge.pipelines.swe.injection import inject, prepare_release
 from m2forge.pipelines.swe.repair import REPAIRED, Broken, repair
 from m2forge.pipelines.swe.review import judge, rewrite
 from m2forge.pipelines.swe.source import (

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from m2forge.pipelines.swe.mutation import broken_tests, without_functions
+from m2forge.pipelines.swe.injection import broken_tests, without_functions
 from m2forge.pipelines.swe.toolchains.toolchain import Outcomes, TestRun
 
 P, F = Outcomes.PASSED, Outcomes.FAILED
