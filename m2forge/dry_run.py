@@ -270,14 +270,16 @@ def _describe_network(name: str, network: "ModelConfig") -> Iterator[tuple[str, 
 
 
 def _describe_training(config: "TrainConfig", network: "ModelConfig") -> Iterator[tuple[str, str]]:
+    from m2forge.train.config import TuneConfig
     from m2forge.train.memory import training_memory
 
     machine = config.machine
+    lora = config.lora if isinstance(config, TuneConfig) else None
     by_device = {"cpu": "float32", "cuda": "bfloat16"}
     devices = [machine.device] if machine.device != "auto" else list(by_device)
     dtypes = dict.fromkeys(by_device[device] if machine.dtype == "auto" else machine.dtype for device in devices)
     for dtype in dtypes:
-        size = training_memory(network, config.optimizer, ITEM_BYTES[dtype])
+        size = training_memory(network, config.optimizer, ITEM_BYTES[dtype], lora)
         places = [device for device in devices if machine.dtype != "auto" or by_device[device] == dtype]
         together = size.weights + size.gradients + size.moments + size.masters
         masters = f", master weights {_size(size.masters)}" if size.masters else ""

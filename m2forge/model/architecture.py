@@ -5,16 +5,18 @@
 never released, so their names are ours: `model.mtp_layers.N.*`.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from m2forge.errors import CheckpointError, suggest
+from m2forge.errors import CheckpointError, ConfigError, suggest
 from m2forge.model.config import (
     MAX_LAYERS,
     MAX_SIZE,
     AttentionConfig,
     FamilyName,
+    LoRAConfig,
     ModelConfig,
     MoEConfig,
     RopeScaling,
@@ -117,6 +119,30 @@ def _swiglu_parts(
     yield public.format(names["gate"]), Part(ours.format("w13"), expert, 0, width)
     yield public.format(names["up"]), Part(ours.format("w13"), expert, width, 2 * width)
     yield public.format(names["down"]), Part(ours.format("w2"), expert)
+
+
+_ADAPTED = re.compile(r"\.(?:self_attn\.[qkvo]_proj|(?:mlp|experts\.\d+)\.(?:gate|up|down)_proj|experts\.\d+\.w[123])$")
+"""Layers that can have an adapter."""
+
+
+def adapted_layers(config: ModelConfig, lora: LoRAConfig) -> dict[str, Part]:
+    """The layers with an adapter, by public name; raises ConfigError if a target names none, or one that cannot have
+    an adapter."""
+    found: dict[str, Part] = {}
+    unused, example = set(lora.targets), ""
+    for name, part in public_parts(config):
+        layer = name.removesuffix(".weight")
+        can = layer != name and _ADAPTED.search(layer) is not None
+        example = example or (layer if can else "")
+        if layer == name or not (targets := lora.matches(layer)):
+            continue
+        if not can:
+            raise ConfigError(f"lora.targets: {layer} cannot have an adapter; projections of attention and FFNs can")
+        unused.difference_update(targets)
+        found[layer] = part
+    if unused:
+        raise ConfigError(f"lora.targets: no layer ends with {min(unused)!r}; one that could is {example}")
+    return found
 
 
 # -- configurations ---------------------------------------------------------------------------------------------------

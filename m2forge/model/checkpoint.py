@@ -24,6 +24,7 @@ from m2forge.model.config import ModelConfig
 from m2forge.model.config_file import CONFIG_FILE
 from m2forge.model.folder import FolderSource
 from m2forge.model.gguf_file import GGUF_SUFFIX, GGUFSource
+from m2forge.model.lora import AdapterSource, attach_stored, base_of, is_adapter_folder, write_adapter
 from m2forge.model.safetensors_file import Written, write_shards
 from m2forge.model.tensor_source import TOKEN_ID_KEYS, ModelSource, Source, TensorHeader, refuse_misfits, usual_dtype
 from m2forge.model.transformer import Transformer
@@ -32,10 +33,36 @@ from m2forge.text.tokenizer import TEMPLATES_FOLDER
 MAX_SHARD_BYTES = 5_000_000_000
 
 
+def open_source(path: Path) -> Source:
+    """The weights in a model folder, an adapter folder, whose adapter is merged, or a GGUF file."""
+    folders = [path]
+    while is_adapter_folder(folders[-1]):
+        base = base_of(folders[-1])
+        if base in folders:
+            raise CheckpointError(f"{folders[-1]}: its base model {base} is an adapter of this one")
+        folders.append(base)
+    last = folders.pop()
+    source: Source = GGUFSource(last) if last.suffix == GGUF_SUFFIX and last.is_file() else FolderSource(last)
+    for folder in reversed(folders):
+        source = AdapterSource(folder, source)
+    return source
+
+
+def load_trained(path: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Transformer:
+    """The network to go on training: as `load_model`, but an adapter is not merged."""
+    if not is_adapter_folder(path):
+        return load_model(path, device=device, dtype=dtype)
+    model = load_model(base_of(path), device=device, dtype=dtype)
+    source = open_source(path)
+    model.config, model.token_ids = source.config, source.token_ids
+    attach_stored(model, path)
+    return model
+
+
 def load_model(path: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Transformer:
     """The network in a model folder or GGUF file, on `device`, in `dtype`, by default the dtype of most stored weights
     (FP8 counts as bfloat16). Selection biases stay in at least float32."""
-    source: Source = GGUFSource(path) if path.suffix == GGUF_SUFFIX and path.is_file() else FolderSource(path)
+    source = open_source(path)
     refuse_misfits(source)
     model = empty(source.config, device, dtype or usual_dtype(source))
     model.token_ids = source.token_ids
@@ -53,7 +80,10 @@ def save_model(
     companions: tuple[Path, ...] = (),
 ) -> Written:
     """Write `model` to `folder`, which must be absent or empty, with copies of `companions` beside the weights.
-    `public_only` omits everything specific to us and rejects a network that the public family cannot express."""
+    `public_only` omits everything specific to us and rejects a network that the public family cannot express. A network
+    with adapters is saved as these and the name of its base (lora.py)."""
+    if model.lora is not None:
+        return _save_adapter(model, folder, dtype, companions)
     return write_model(
         ModelSource(model),
         folder,
@@ -62,6 +92,22 @@ def save_model(
         public_only=public_only,
         companions=companions,
     )
+
+
+def _save_adapter(model: Transformer, folder: Path, dtype: torch.dtype | None, companions: tuple[Path, ...]) -> Written:
+    source = ModelSource(model)
+    with staged_folder(folder) as partial:
+        written = write_adapter(model, partial, dtype)
+        write_atomic(partial / CONFIG_FILE, _config_json(source, source.config, dtype or usual_dtype(source), False))
+        _copy_companions(companions, partial)
+    return written
+
+
+def _copy_companions(companions: tuple[Path, ...], folder: Path) -> None:
+    for path in companions:
+        beside = folder / TEMPLATES_FOLDER if path.parent.name == TEMPLATES_FOLDER else folder
+        beside.mkdir(exist_ok=True)
+        write_atomic(beside / path.name, path.read_bytes())
 
 
 @torch.no_grad()
@@ -92,10 +138,7 @@ def write_model(
     with staged_folder(folder) as partial:
         written = write_shards(partial, headers, source.read, max_shard_bytes)
         write_atomic(partial / CONFIG_FILE, content)
-        for path in companions:
-            beside = partial / TEMPLATES_FOLDER if path.parent.name == TEMPLATES_FOLDER else partial
-            beside.mkdir(exist_ok=True)
-            write_atomic(beside / path.name, path.read_bytes())
+        _copy_companions(companions, partial)
     return written
 
 

@@ -4,6 +4,7 @@ A family fixes the public tensor names (architecture.py); everything that change
 """
 
 import math
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -174,3 +175,34 @@ class ModelConfig(Config):
             layers = tuple(layer for layer in self.attention.window.layers if layer < num_layers)
             data["attention"]["window"]["layers"] = layers
         return ModelConfig.model_validate(data)
+
+
+class LoRAConfig(Config):
+    """Low-rank adapters: chosen weights are frozen and get the product of two small matrices, which are trained."""
+
+    rank: int = Field(default=16, gt=0, le=4096)
+    alpha: float = Field(default=32.0, gt=0)
+    """The product is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = Field(default=("q_proj", "k_proj", "v_proj", "o_proj"), min_length=1)
+    """Layers with an adapter: regular expressions for the end of their public names, such as `v_proj` or
+    `experts\\.\\d+\\.w[123]`. Projections of attention and FFNs can have one; of experts, all of a layer."""
+
+    seed: int = Field(default=0, ge=0)
+    """Of the first of the two matrices; the second is 0 at the start."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def matches(self, layer: str) -> list[str]:
+        """The targets that name a layer."""
+        return [pattern for pattern in self.targets if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", layer)]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for pattern in self.targets:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"targets: {pattern!r} is no regular expression ({error})") from error
+        return self

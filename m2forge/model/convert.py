@@ -14,9 +14,8 @@ from tempfile import TemporaryDirectory
 import torch
 
 from m2forge.errors import ConfigError, M2ForgeError, NotFoundError, suggest
-from m2forge.model.checkpoint import MAX_SHARD_BYTES, write_model
+from m2forge.model.checkpoint import MAX_SHARD_BYTES, open_source, write_model
 from m2forge.model.config import FamilyName
-from m2forge.model.folder import FolderSource
 from m2forge.model.gguf_file import GGUFSource
 from m2forge.model.safetensors_file import Written
 from m2forge.model.tensor_source import Source, refuse_misfits, usual_dtype
@@ -66,7 +65,7 @@ class Exchanged:
 def import_model(source: Path, dest: Path, *, dtype: str | None = None) -> Exchanged:
     """Write the published model at `source` to the folder `dest`, in `dtype` or as stored."""
     if source.is_dir():
-        return _stream(FolderSource(source), dest, dtype, companions=find_companions(source))
+        return _stream(open_source(source), dest, dtype, companions=find_companions(source))
     if not source.exists():
         raise NotFoundError(f"{source} does not exist; give a Hugging Face folder or a GGUF file")
     gguf = GGUFSource(source)
@@ -78,7 +77,7 @@ def export_model(
     folder: Path, dest: Path, *, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> Exchanged:
     """Write the model in `folder` to `dest` for other programs: without MTP modules and without our own config key."""
-    source = FolderSource(folder)
+    source = open_source(folder)
     companions = find_companions(folder)
     return _stream(source, dest, dtype, max_shard_bytes, public_only=True, companions=companions)
 

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from m2forge.kernels.expert import dispatch, expert_ffn
 from m2forge.kernels.linear import linear, linear_float32, pack
 from m2forge.kernels.pointwise import gated, rms_norm, rotate
-from m2forge.model.config import ModelConfig, MoEConfig
+from m2forge.model.config import LoRAConfig, ModelConfig, MoEConfig
 from m2forge.model.plan import Attend, AttentionPlan, CausalRows
 from m2forge.model.rotary import Rotation, frequencies, rotation
 
@@ -41,12 +42,18 @@ class Linear(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
+        self.adapter: nn.Module | None = None
+        """From the weight to the one to compute with (lora.py)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, adapted(self.weight, self.adapter), self.bias)
 
     def reset_parameters(self) -> None:
         """Draws nothing: weights are loaded, or drawn by `Transformer.init_weights`."""
+
+
+def adapted(weight: Tensor, adapter: nn.Module | None) -> Tensor:
+    return weight if adapter is None else adapter(weight)
 
 
 def pack_weights(network: nn.Module, *others: Tensor) -> None:
@@ -220,13 +227,16 @@ class MixtureFFN(nn.Module):
         self.router = Router(hidden_size, config)
         self.w13 = nn.Parameter(torch.empty(config.num_experts, 2 * width, hidden_size))
         self.w2 = nn.Parameter(torch.empty(config.num_experts, hidden_size, width))
+        self.w13_adapter: nn.Module | None = None
+        self.w2_adapter: nn.Module | None = None
 
     def forward(
         self, x_ND: Tensor, count_N: Tensor | None = None, recorded_NK: Tensor | None = None
     ) -> tuple[Tensor, Balance]:
         routing: Routing = self.router(x_ND, count_N, recorded_NK)
         where = dispatch(routing.expert_NK, self.num_experts)
-        out_ND = expert_ffn(x_ND, self.w13, self.w2, routing.weight_NK, where)
+        w13, w2 = adapted(self.w13, self.w13_adapter), adapted(self.w2, self.w2_adapter)
+        out_ND = expert_ffn(x_ND, w13, w2, routing.weight_NK, where)
         load_E = where.load_E if count_N is None else where.counted_load(count_N)
         return out_ND, Balance(load_E, routing.affinity_E, routing.expert_NK)
 
@@ -354,6 +364,10 @@ class Transformer(nn.Module):
         pass."""
         self.token_ids: Mapping[str, int | list[int] | None] = {}
         """Ids of special tokens, such as `eos_token_id`, saved with the weights."""
+        self.lora: LoRAConfig | None = None
+        """The adapters that are trained in place of the weights, if there are any (lora.py)."""
+        self.base: Path | None = None
+        """The model whose weights these are, if there are adapters."""
 
     @property
     def head_weight(self) -> Tensor:
@@ -526,9 +540,10 @@ class Transformer(nn.Module):
         self.config = self.config.model_copy(update={"num_mtp": num_modules})
 
     def freeze_main(self, frozen: bool = True) -> None:
-        """Freeze the main model, so that only the MTP modules learn, or unfreeze it."""
+        """Freeze the main model, so that only the MTP modules learn, or unfreeze it. Of a network with adapters, these
+        alone learn in either case."""
         for name, parameter in self.named_parameters():
-            if not name.startswith("mtp."):
+            if not name.startswith("mtp.") and self.lora is None:
                 parameter.requires_grad_(not frozen)
 
 

@@ -31,7 +31,7 @@ from m2forge.reward.config import RewardConfig
 from m2forge.rollout.config import RolloutConfig
 from m2forge.tasks.config import CurriculumConfig, VerifyConfig
 from m2forge.tasks.source import SourceKind, parse_source
-from m2forge.train.config import Curve, PolicyConfig, TrainConfig
+from m2forge.train.config import Curve, PolicyConfig, TuneConfig
 
 Count = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -124,7 +124,7 @@ class RLConfig(Config):
     eval: RLEvalConfig = RLEvalConfig()
     reward: RewardConfig = RewardConfig()
     policy: PolicyConfig = PolicyConfig()
-    train: TrainConfig = TrainConfig()
+    train: TuneConfig = TuneConfig()
     engine: EngineConfig = EngineConfig()
     gateway: GatewayConfig = GatewayConfig(port=0)
     pool: PoolConfig = PoolConfig()

@@ -37,6 +37,7 @@ from m2forge.errors import ConfigError, RecordError, TrainingError
 from m2forge.model.checkpoint import load_model, save_model
 from m2forge.model.convert import find_companions
 from m2forge.model.hub import find_folder
+from m2forge.model.lora import attach
 from m2forge.observe.busy import open_busy_log
 from m2forge.observe.metrics import MetricsWriter
 from m2forge.pool.batch import Claim
@@ -123,6 +124,8 @@ class Trainer:
         dtype, newest = choose_dtype(config.train.machine, device), self.checkpoints.newest()
         if newest is None:
             model, self.position = load_model(folder, device=device, dtype=dtype), Position()
+            if config.train.lora is not None:
+                attach(model, config.train.lora, folder)
         else:
             model, self.position = load_checkpoint_model(newest, device, dtype), read_position(newest)
         if config.policy.replay == "recorded" and model.config.moe is None:

@@ -38,9 +38,8 @@ import torch
 from torch import Tensor
 
 from m2forge.errors import CheckpointError, ConfigError, M2ForgeError, RequestError
-from m2forge.model.checkpoint import fill
+from m2forge.model.checkpoint import fill, open_source
 from m2forge.model.config import ModelConfig
-from m2forge.model.folder import FolderSource
 from m2forge.model.tensor_source import refuse_misfits
 from m2forge.model.transformer import Transformer, pack_weights
 from m2forge.protocols import Chunk, Prompt
@@ -608,7 +607,7 @@ class WeightUpdate:
 def from_folder(model: Transformer, folder: Path, version: PolicyVersion) -> WeightUpdate:
     """The files stay open until the update is done, so the folder may be deleted before."""
     try:
-        source = FolderSource(folder)
+        source = open_source(folder)
     except M2ForgeError:
         raise
     except Exception as error:

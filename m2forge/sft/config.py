@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from m2forge.config import Config
 from m2forge.sft.row import RowFormat
 from m2forge.text.message import FormatName, RewritePolicy
-from m2forge.train.config import Count, Curve, EvalConfig, TrainConfig
+from m2forge.train.config import Count, Curve, EvalConfig, TuneConfig
 from m2forge.unpack import UnpackConfig
 
 SourceKind = Literal["auto", "jsonl", "atif", "parquet", "arrow"]
@@ -121,7 +121,7 @@ class SFTConfig(Config):
     """Learning rate over the run's steps."""
     warmup_steps: int = Field(default=0, ge=0)
     mtp_weight: Curve = Curve(start=0.1)
-    train: TrainConfig = TrainConfig()
+    train: TuneConfig = TuneConfig()
     eval: SFTEvalConfig | None = None
     """Held-out loss during training; None: nothing is held out or evaluated."""
 

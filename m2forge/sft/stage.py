@@ -13,6 +13,7 @@ import torch
 from m2forge.model.checkpoint import load_model
 from m2forge.model.convert import find_companions
 from m2forge.model.hub import find_folder, pinned
+from m2forge.model.lora import attach
 from m2forge.model.transformer import Transformer
 from m2forge.observe.tracker import require_writers
 from m2forge.records import JsonValue, Pack
@@ -55,6 +56,8 @@ def run_sft(config: SFTConfig, runs: Path) -> Path:
     def build_model(device: torch.device, dtype: torch.dtype) -> Transformer:
         model = load_model(start, device=device, dtype=dtype)
         model.token_ids = {**model.token_ids, "eos_token_id": eos_id}
+        if config.train.lora is not None:
+            attach(model, config.train.lora, start)
         return model
 
     with machine_ranks(config.train.machine) as ranks:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from m2forge.errors import CheckpointError
 from m2forge.files import staged_folder
-from m2forge.model.checkpoint import load_model, save_model
+from m2forge.model.checkpoint import load_trained, save_model
 from m2forge.model.transformer import Transformer
 from m2forge.train.config import CheckpointConfig
 from m2forge.train.engine import TrainEngine
@@ -98,7 +98,7 @@ class CheckpointStore:
 
 
 def load_checkpoint_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Transformer:
-    return load_model(folder / MODEL_FOLDER, device=device, dtype=dtype)
+    return load_trained(folder / MODEL_FOLDER, device=device, dtype=dtype)
 
 
 def restore(engine: TrainEngine, folder: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 from pydantic import Field, model_validator
 
 from m2forge.config import Config
+from m2forge.model.config import LoRAConfig
 from m2forge.observe.config import MetricsConfig
 from m2forge.records import Sampling
 
@@ -194,3 +195,17 @@ class TrainConfig(Config):
     metrics: MetricsConfig = MetricsConfig()
     agreement_every: Count = 20
     """Steps between measurements of draft agreement, which needs extra logits."""
+
+
+class TuneConfig(TrainConfig):
+    """`TrainConfig` of the stages that start from a trained model: SFT and RL."""
+
+    lora: LoRAConfig | None = None
+    """Train low-rank adapters of some layers in place of the weights. Models of the run are then adapters
+    under PEFT's names, which `m2forge export` merges into their base model."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.lora is not None and self.router_bias == "balanced":
+            raise ValueError('lora: routers are frozen with adapters; set router_bias = "frozen"')
+        return self

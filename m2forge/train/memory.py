@@ -8,13 +8,15 @@ selection biases that have no gradient and are stored in float32:
     moments      n · 8                  AdamW: two; Muon: one for its matrices, n · 8 − m · 4
     masters      n · 4                  only below float32
 
+With adapters (LoRA) only their weights are trained: n weights and n' more, gradients, moments and masters of n'.
+
 The gradients of one micro-batch, activations, logits and the allocator's free blocks come on top.
 """
 
 from dataclasses import dataclass
 
-from m2forge.model.config import ModelConfig
-from m2forge.model.count import block_parameters, count, qkv_biases
+from m2forge.model.config import LoRAConfig, ModelConfig
+from m2forge.model.count import adapter_parameters, block_parameters, count, qkv_biases
 from m2forge.train.config import OptimizerConfig
 
 FLOAT32 = 4
@@ -30,8 +32,15 @@ class TrainingMemory:
     masters: int
 
 
-def training_memory(network: ModelConfig, optimizer: OptimizerConfig, item_bytes: int) -> TrainingMemory:
+def training_memory(
+    network: ModelConfig, optimizer: OptimizerConfig, item_bytes: int, lora: LoRAConfig | None = None
+) -> TrainingMemory:
     """What training `network` takes with `item_bytes` per weight."""
+    if lora is not None:
+        num = adapter_parameters(network, lora)
+        masters = num * FLOAT32 if item_bytes < FLOAT32 else 0
+        weights = weight_bytes(network, item_bytes) + num * item_bytes
+        return TrainingMemory(weights, num * FLOAT32, 2 * num * FLOAT32, masters)
     sizes = {part.name: part.total for part in count(network).components}
     biases, vectors = _vectors(network)
     learned_biases = biases if network.moe is not None and network.moe.bias_update == "gradient" else 0

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from m2forge.errors import CheckpointError
 from m2forge.kernels.adamw import AdamWRule, AdamWState, adamw_
 from m2forge.kernels.arithmetic import at_least_float32
+from m2forge.model.lora import is_adapter
 from m2forge.model.transformer import Transformer
 from m2forge.train.config import OptimizerConfig
 from m2forge.train.parallel import SINGLE_RANK, Ranks, gathered, is_sharded, local, sharded_modules, sliced
@@ -102,7 +103,9 @@ class Optimizer:
         self.reshard()
         # In the model's order, whenever a weight was added: norms are summed in slot order.
         self.slots = {
-            name: self.slots.get(name) or self._fresh_slot(name, weight) for name, weight in model.named_parameters()
+            name: self.slots.get(name) or self._fresh_slot(name, weight)
+            for name, weight in model.named_parameters()
+            if model.lora is None or is_adapter(name)
         }
 
     def _fresh_slot(self, name: str, weight: nn.Parameter) -> Slot:
@@ -217,7 +220,7 @@ class Optimizer:
         return self.config.weight_decay if weight.dim() > 1 and not name.startswith("embedding.") else 0.0
 
     def _is_muon(self, name: str, weight: Tensor) -> bool:
-        inside = not name.startswith(("embedding.", "head."))
+        inside = not name.startswith(("embedding.", "head.")) and not is_adapter(name)
         return self.config.kind == "muon" and weight.dim() > 1 and inside
 
     def _matrices(self, name: str, tensor: Tensor) -> list[Tensor]:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from m2forge.errors import ConfigError, TrainingError
 from m2forge.kernels.arithmetic import at_least_float32
 from m2forge.model.build import empty
+from m2forge.model.lora import attach
 from m2forge.model.transformer import Block, Transformer
 
 if TYPE_CHECKING:
@@ -244,6 +245,8 @@ def unsharded_model(model: Transformer, ranks: Ranks) -> Transformer | None:
     for module in modules:
         module.reshard()
     copy = empty(model.config, "cpu", model.embedding.weight.dtype) if ranks.rank == 0 else None
+    if copy is not None and model.lora is not None and model.base is not None:
+        attach(copy, model.lora, model.base)
     target = {} if copy is None else copy.state_dict()
     for name, tensor in model.state_dict().items():
         full = gathered(local(tensor), tensor)

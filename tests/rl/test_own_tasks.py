@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from sqlalchemy import select
 
 from m2forge.cli import main
 from m2forge.config import TomlValue, write_resolved
+from m2forge.model.checkpoint import load_model
 from m2forge.model.config_file import read_config
+from m2forge.model.lora import is_adapter_folder
 from m2forge.page.run_folder import Run
 from m2forge.pool.pool import Pool
 from m2forge.pool.tables import episode_table, unit_table
@@ -152,6 +155,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         settings = {
             "verify": {"timeout_s": 10.0, "judge": {"url": url, "model": "strict"}},
             "eval": {"num_tasks": len(FAMILIES)},
+            "train": {"checkpoint": {"every_steps": 1}, "machine": {"num_threads": 1}, "lora": {"rank": 2}},
         }
         sources = (*(f"{name}.jsonl" for name in FILES), *FAMILIES[len(FILES) :])
         config = make_run(make_model(folder / "scene"), folder, *sources, **settings)
@@ -173,6 +177,15 @@ def _read(row: Mapping[str, Any]) -> dict[str, Any]:
 def test_killed_processes_and_programs_lose_no_attempt(ended: Ended) -> None:
     answers = [each["answer"].strip() for each in trained_artifacts(ended.config, ended.run_dir)]
     assert answers == ["done"] * len(ended.episodes)
+
+
+def test_the_sampler_serves_what_adapters_make_of_the_base(ended: Ended) -> None:
+    folder = Layout(ended.run_dir).model
+    assert is_adapter_folder(folder)
+    before, after = load_model(Path(ended.config.model)).state_dict(), load_model(folder).state_dict()
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert changed
+    assert all(".attention." in name for name in changed)
 
 
 def test_a_verifier_sees_workspace_messages_and_steps(ended: Ended) -> None:

@@ -16,6 +16,7 @@ from sqlalchemy import func, select
 
 from m2forge.config import write_resolved
 from m2forge.model.checkpoint import load_model
+from m2forge.model.lora import is_adapter_folder
 from m2forge.observe.busy import FOLDER_VARIABLE, read_busy
 from m2forge.observe.metrics import read_metrics
 from m2forge.pool.pool import Pool
@@ -89,6 +90,32 @@ def test_router_biases_stay_unless_the_run_balances_them(model: Path, tmp_path: 
     biases = [name for name in before if name.endswith("router.bias")]
     assert biases
     assert all(torch.equal(before[name], after[name]) == (router_bias == "frozen") for name in biases)
+
+
+def test_adapters_are_published_and_training_goes_on(model: Path, tmp_path: Path) -> None:
+    train = {"machine": {"num_threads": 1}, "checkpoint": {"every_steps": 1}, "lora": {"rank": 2}}
+    config, layout = make_config(model, num_steps=2, train=train), Layout(tmp_path)
+    with open_pool(config, tmp_path) as pool:
+        fill_pool(pool, 4, 2)
+        stopped = Trainer(tmp_path, config)
+        stopped._discard_later(pool)
+        stopped._learn(pool, next(stopped._batches(pool)))
+        stopped._save(pool)
+        first = layout.weight_store(config).newest()
+        assert first is not None
+        assert is_adapter_folder(first[1])
+        engine = Trainer(tmp_path, config).engine
+        assert engine.model.lora == config.train.lora
+        state, other = stopped.engine.model.state_dict(), engine.model.state_dict()
+        assert [name for name, weight in state.items() if not torch.equal(weight, other[name])] == []
+        Trainer(tmp_path, config).run()
+    newest = layout.weight_store(config).newest()
+    assert newest is not None
+    assert same_weights(newest[1], layout.model)
+    before, after = load_model(model).state_dict(), load_model(layout.model).state_dict()
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert changed
+    assert all(".attention." in name for name in changed)
 
 
 def test_a_run_is_trained_with_its_last_checkpoint_and_model(model: Path, tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from m2forge.config import build
 from m2forge.errors import ConfigError, FormatError, NotFoundError
 from m2forge.model.build import build as build_model
 from m2forge.model.checkpoint import load_model, save_model
-from m2forge.model.config import AttentionConfig, ModelConfig, MoEConfig
+from m2forge.model.config import AttentionConfig, LoRAConfig, ModelConfig, MoEConfig
 from m2forge.model.config_file import read_config
+from m2forge.model.convert import export_model
+from m2forge.model.lora import is_adapter_folder
 from m2forge.observe.metrics import read_metrics
 from m2forge.records import Pack
 from m2forge.sft.config import SFTConfig
@@ -162,6 +164,30 @@ def test_a_hundred_steps_at_learning_rate_0_change_no_weight(config: SFTConfig, 
     before, after = (load_model(path).state_dict() for path in (Path(config.model), folder))
     assert sum(name.endswith("router.bias") for name in before) == 3
     assert [name for name, weight in before.items() if not torch.equal(weight, after[name])] == []
+
+
+def test_adapters_are_trained_resumed_and_exported(config: SFTConfig, tmp_path: Path) -> None:
+    lora = LoRAConfig(rank=4, targets=("v_proj", r"experts\.\d+\.w2"))
+    train = config.train.model_copy(update={"lora": lora})
+    config = config.model_copy(update={"train": train})
+    whole = run_sft(config, tmp_path / "whole")
+    assert is_adapter_folder(whole)
+    parts = tmp_path / "parts"
+    shutil.copytree(tmp_path / "whole", parts)
+    shutil.rmtree(parts / "small" / "model")
+    newest = max((parts / "small" / "checkpoints").iterdir())
+    shutil.rmtree(newest)
+    assert (newest.parent / sorted(path.name for path in newest.parent.iterdir())[-1] / "model").is_dir()
+    again = run_sft(config, parts)
+    before, after = (load_model(folder).state_dict() for folder in (whole, again))
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    base, export = load_model(Path(config.model)).state_dict(), tmp_path / "export"
+    changed = {name.rpartition("blocks.")[2][2:] for name in base if not torch.equal(base[name], before[name])}
+    assert {name.removeprefix("block.") for name in changed} >= {"attention.qkv.weight", "ffn.w2"}
+    assert {"attention.out.weight", "ffn.w13", "ffn.router.weight"}.isdisjoint(changed)
+    export_model(again, export)
+    exported = load_model(export).state_dict()
+    assert [name for name in exported if not torch.equal(exported[name], after[name])] == []
 
 
 def test_a_missing_model_and_a_changed_configuration_are_refused(config: SFTConfig, runs: Path) -> None:

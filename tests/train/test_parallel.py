@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from m2forge.errors import ConfigError, TrainingError
+from m2forge.model.config import LoRAConfig
+from m2forge.model.lora import attach
 from m2forge.model.transformer import Transformer
 from m2forge.records import Call, FinishReason, Pack
 from m2forge.train.checkpoint import CheckpointStore, load_checkpoint_model, restore
@@ -54,6 +56,7 @@ class Case:
     offload: Literal["none", "host"] = "none"
     recompute: Literal["none", "block"] = "none"
     frozen: bool = False
+    lora: LoRAConfig | None = None
     moe: Mapping[str, object] = field(default_factory=dict)
     vocab_size: int = 32
     dtype: torch.dtype = torch.float64
@@ -67,6 +70,7 @@ class Case:
 
 
 LEARNT_BIAS = {"bias_update": "gradient", "aux_loss_weight": 0.1}
+ADAPTERS = LoRAConfig(rank=2, targets=("q_proj", "v_proj", r"w[123]"))
 CASES = {
     "data": Case("data", num_steps=4, moe={"aux_loss_weight": 0.1}),
     "sharded": Case(num_steps=4, moe={"aux_loss_weight": 0.1}),
@@ -77,6 +81,8 @@ CASES = {
     ),
     "sharded, muon, recomputed": Case(kind="muon", recompute="block"),
     "sharded, learnt bias, frozen main model": Case(moe=LEARNT_BIAS, frozen=True),
+    "data, adapters, over trees": Case("data", "trees", lora=ADAPTERS),
+    "sharded, adapters, recomputed": Case(recompute="block", lora=ADAPTERS, kind="muon"),
 }
 PLANTED = {"data": Case("data", bug="mean"), "sharded": Case(bug="mean")}
 LOW_PRECISION = Case(num_steps=1, moe=LEARNT_BIAS, dtype=torch.bfloat16)
@@ -138,6 +144,8 @@ def make_model(case: Case, ranks: Ranks) -> Transformer:
 def make_engine(case: Case, ranks: Ranks, model: Transformer | None = None) -> TrainEngine:
     model = model or make_model(case, ranks)
     model.recompute = case.recompute
+    if case.lora is not None:
+        attach(model, case.lora.model_copy(update={"seed": ranks.rank}), Path("base"))
     if isinstance(ranks, ProcessRanks):
         align(model, ranks)
         if case.parallel == "fsdp":
