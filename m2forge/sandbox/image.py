@@ -120,8 +120,12 @@ class ImageStore:
             if path.is_file():
                 return Image((self._held(self._add_tar(path)),))
             raise NotFoundError(f"image: {reference} is neither a folder nor a file")
-        found = self._find(reference)
-        return Image(tuple(self._held(digest) for digest in found.digests), env=found.env)
+        found = self.find(reference)
+        return Image(self.layers(found), env=found.env)
+
+    def layers(self, image: StoredImage) -> tuple[Path, ...]:
+        """The folders of an image in the store."""
+        return tuple(self._held(digest) for digest in image.digests)
 
     def stack(self, references: Sequence[str]) -> Image:
         """One image of several, the last on top."""
@@ -132,7 +136,8 @@ class ImageStore:
             tuple(variable for image in images for variable in image.env),
         )
 
-    def _find(self, reference: str) -> StoredImage:
+    def find(self, reference: str) -> StoredImage:
+        """The image of a name or digest."""
         if self.has(reference):
             return self._read(self._path(reference))
         images = self.images()
@@ -173,14 +178,17 @@ class ImageStore:
             elif path.is_file():
                 digests.append(self._add_tar(path))
             else:
-                found = self._find(source)
+                found = self.find(source)
                 digests += found.digests
                 env |= dict(found.env)
         return self._name(StoredImage(name, tuple(digests), " ".join(sources), time.time(), tuple(env.items())))
 
-    def store_layers(self, name: str, layers: Sequence[Path], source: str) -> StoredImage:
-        """Store layers whose files have the owners that a sandbox sees, such as frozen ones. The folders are moved."""
-        digests = []
+    def store_layers(
+        self, name: str, layers: Sequence[Path], source: str, below: StoredImage | None = None
+    ) -> StoredImage:
+        """Store layers whose files have the owners that a sandbox sees, such as frozen ones. The folders are moved.
+        `below`: an image whose layers are the lowest of this one too."""
+        digests = [] if below is None else list(below.digests)
         self._layers.mkdir(parents=True, exist_ok=True)
         for layer in layers:
             digest = hashlib.sha256()
@@ -208,7 +216,7 @@ class ImageStore:
 
     def digest(self, reference: str) -> str:
         """What identifies the files of a name in the store; anything else identifies itself."""
-        return self._find(reference).digest if self.has(reference) else reference
+        return self.find(reference).digest if self.has(reference) else reference
 
     def images(self) -> list[StoredImage]:
         return [self._read(path) for path in sorted(self._names.glob("*.json"))]
@@ -223,7 +231,7 @@ class ImageStore:
 
     def remove(self, reference: str) -> StoredImage:
         """Remove an image, and its layers that no other image has."""
-        image = self._find(reference)
+        image = self.find(reference)
         others = {digest for other in self.images() if other.name != image.name for digest in other.digests}
         layers = [self._layers / digest for digest in dict.fromkeys(image.digests) if digest not in others]
         with contextlib.ExitStack() as locks:

@@ -33,6 +33,12 @@ from m2forge.tasks.folders.task_image import TaskImage, task_image
 MAX_ROUNDS = 5
 """Images that are built for one candidate before it is given up."""
 MAX_REPORT_BYTES = 64 << 20
+MAX_MUTANT_S = 60.0
+
+
+def limit_s(cpu_s: float) -> float:
+    """Limit of the tests of a mutant, of which many never end, where those of the sound tree take this CPU time."""
+    return min(MAX_MUTANT_S, 10.0 + 10.0 * cpu_s)
 
 
 @dataclass(frozen=True, slots=True)

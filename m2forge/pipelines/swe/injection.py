@@ -3,7 +3,8 @@
 A mutation of a source file is tried in a sandbox. It is a bug if tests
 that passed three times without it fail with it, and no more than `MAX_BROKEN` of all: a fault that breaks everything
 teaches nothing. The candidate's base is the faulty tree without the test functions that failed; its golden patch undoes
-the fault, its test patch restores the functions.
+the fault, its test patch restores the functions. Both together make the release again, so the runs after the golden
+patch are those of the release: one set of them serves all bugs with the same targets.
 """
 
 import ast
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from m2forge.pipelines.stage import Rejection
 from m2forge.pipelines.swe.candidate import Candidate, make_candidate
-from m2forge.pipelines.swe.environment import Runner, build
+from m2forge.pipelines.swe.environment import Runner, build, limit_s
 from m2forge.pipelines.swe.mutation import Mutation, functions, mutations
 from m2forge.pipelines.swe.toolchains.table import detect
 from m2forge.pipelines.swe.toolchains.toolchain import Environment, Outcomes, TestRun, Toolchain
@@ -25,7 +26,6 @@ NUM_RUNS = 3
 MAX_BROKEN = 0.5
 MAX_TRIES = 4
 """Mutations that are tried for each bug that is asked for."""
-TRIAL_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class Sound:
     environment: Environment
     image: TaskImage
     passing: frozenset[str]
+    cpu_s: float
+    """Of the longest run of all tests."""
 
 
 async def prepare_release(package: str, release: Release, licence: str, runner: Runner) -> Sound | Rejection:
@@ -58,25 +60,38 @@ async def prepare_release(package: str, release: Release, licence: str, runner: 
     passing = frozenset.intersection(*(frozenset(run.passed) for run in runs))
     if not passing:
         return Rejection("no P2P", {"output": built.run.output[-3000:]})
-    return Sound(package, release, licence, toolchain, built.environment, built.image, passing)
+    return Sound(
+        package, release, licence, toolchain, built.environment, built.image, passing, max(run.cpu_s for run in runs)
+    )
 
 
-async def inject(sound: Sound, num: int, runner: Runner, generator: random.Random) -> list[Candidate]:
-    """Up to `num` candidates, each with another fault."""
+@dataclass(frozen=True, slots=True)
+class Bug:
+    candidate: Candidate
+    after: tuple[TestRun, ...]
+    """Runs of the candidate's targets in the release, which is the tree that its patches make."""
+
+
+async def inject(sound: Sound, num: int, runner: Runner, generator: random.Random) -> list[Bug]:
+    """Up to `num` bugs, each with another fault."""
     found: list[Candidate] = []
     targets = sorted({id.partition("::")[0] for id in sound.passing})
     async with runner.opened(sound.image) as sandbox:
         for path, mutation in _faults(sound, generator, num * MAX_TRIES):
             source = sound.release.tree[path].content.decode()
             await sandbox.write(path, mutation.apply(source).encode())
-            run = await runner.run_in(sound.toolchain, sandbox, targets, timeout_s=TRIAL_S)
+            run = await runner.run_in(sound.toolchain, sandbox, targets, timeout_s=limit_s(sound.cpu_s))
             await sandbox.write(path, source.encode())
             if (broken := broken_tests(sound.passing, run)) is not None:
                 candidate = _candidate(sound, path, mutation, broken)
                 found += [candidate] if isinstance(candidate, Candidate) else []
             if len(found) == num:
                 break
-    return found
+    after = {
+        chosen: tuple([await runner.run(sound.toolchain, sound.image, (), chosen) for _ in range(NUM_RUNS)])
+        for chosen in dict.fromkeys(candidate.targets for candidate in found)
+    }
+    return [Bug(candidate, after[candidate.targets]) for candidate in found]
 
 
 def broken_tests(passing: Collection[str], run: TestRun) -> list[str] | None:

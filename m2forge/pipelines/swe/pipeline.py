@@ -15,7 +15,8 @@
 All stages but the first and the last run the project's code in sandboxes only. Folders are written to `tasks/`.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
@@ -52,7 +53,7 @@ from m2forge.pipelines.swe.task import (
     verify_files,
 )
 from m2forge.pipelines.swe.toolchains.python import Python
-from m2forge.pipelines.swe.toolchains.toolchain import Environment
+from m2forge.pipelines.swe.toolchains.toolchain import Environment, Outcomes, TestRun
 from m2forge.pipelines.swe.tree import Release, pack_tree, unpack_tree
 from m2forge.records import JsonValue
 from m2forge.tasks.folders.export import folder_name
@@ -184,7 +185,12 @@ class _Candidates(_Sandboxed):
         if not found:
             return Rejection("no bug", {"problem": "no fault broke some tests and not most"})
         environment = _environment_data(sound.environment)
-        return [_stored(candidate.id, candidate, context).adding(environment=environment) for candidate in found]
+        return [
+            _stored(bug.candidate.id, bug.candidate, context).adding(
+                environment=environment, after=context.put(_packed_runs(bug.after))
+            )
+            for bug in found
+        ]
 
 
 def _stored(id: str, candidate: Candidate, context: Context) -> Item:
@@ -248,7 +254,8 @@ class _Reward(_Sandboxed):
 
     def process(self, item: Item, context: Context) -> Passed | Rejection:
         candidate = _candidate(item, context)
-        found = context.run(self._observe(candidate, _environment(item)))
+        known = _unpacked_runs(context.get(item.text("after"))) if "after" in item.data else ()
+        found = context.run(self._observe(candidate, _environment(item), known))
         if isinstance(found, Rejection):
             return found
         kind = route(candidate, found)
@@ -265,8 +272,10 @@ class _Reward(_Sandboxed):
         observation = replace(observation, fail_to_pass=ids)
         return item.adding(candidate=candidate.to_dict(), observation=asdict(observation), goals=list[JsonValue](texts))
 
-    async def _observe(self, candidate: Candidate, environment: Environment) -> Observation | Rejection:
-        return await observe(candidate, await self.runner.image(candidate, environment), self.runner)
+    async def _observe(
+        self, candidate: Candidate, environment: Environment, known_after: Sequence[TestRun]
+    ) -> Observation | Rejection:
+        return await observe(candidate, await self.runner.image(candidate, environment), self.runner, known_after)
 
 
 class _Consistency(Stage):
@@ -364,7 +373,21 @@ def _statement(item: Item) -> Statement:
     return Statement(data["text"], data["kind"], tuple(data["names"]))
 
 
+def _packed_runs(runs: Sequence[TestRun]) -> bytes:
+    """Outcomes of runs, without what failing tests said."""
+    return json.dumps([{"tests": run.tests, "problem": run.problem, "cpu_s": run.cpu_s} for run in runs]).encode()
+
+
+def _unpacked_runs(data: bytes) -> list[TestRun]:
+    return [
+        TestRun(
+            {id: Outcomes(outcome) for id, outcome in run["tests"].items()}, problem=run["problem"], cpu_s=run["cpu_s"]
+        )
+        for run in json.loads(data)
+    ]
+
+
 def _observation(item: Item) -> Observation:
     data = cast("Mapping[str, Any]", item.data["observation"])
     lists = {key: tuple(data[key]) for key in ("fail_to_pass", "pass_to_pass", "quarantined")}
-    return Observation(**lists, messages=data["messages"], num_failing=data["num_failing"])
+    return Observation(**lists, messages=data["messages"], num_failing=data["num_failing"], cpu_s=data["cpu_s"])

@@ -27,7 +27,7 @@ import tomli_w
 from m2forge.pipelines.stage import Rejection
 from m2forge.pipelines.swe import speed_tests
 from m2forge.pipelines.swe.candidate import Candidate, names_refactoring
-from m2forge.pipelines.swe.environment import Runner, apply_patch
+from m2forge.pipelines.swe.environment import Runner, apply_patch, limit_s
 from m2forge.pipelines.swe.mutation import Mutation, mutations
 from m2forge.pipelines.swe.statement import Statement, missing_names
 from m2forge.pipelines.swe.toolchains.python import Python
@@ -45,8 +45,6 @@ from m2forge.tasks.folders.trial import NOP, ORACLE, WANTED, attempt
 NUM_RUNS = 3
 MAX_MUTANTS = 12
 MIN_KILLED = 0.6
-MUTANT_S = 60.0
-"""Limit of one mutant's tests; many mutants never end."""
 MAX_FILE_BYTES = 4 << 20
 
 
@@ -68,16 +66,21 @@ class Observation:
     """Why tests failed before, by id or file."""
     num_failing: int
     """Tests that fail after it too."""
+    cpu_s: float = 0.0
+    """Of the longest run after it."""
 
     @property
     def wanted(self) -> tuple[str, ...]:
         return (*self.fail_to_pass, *self.pass_to_pass)
 
 
-async def observe(candidate: Candidate, image: TaskImage, runner: Runner) -> Observation | Rejection:
+async def observe(
+    candidate: Candidate, image: TaskImage, runner: Runner, known_after: Sequence[TestRun] = ()
+) -> Observation | Rejection:
+    """`known_after`: runs of the same targets in the tree that the patches make, if there were any."""
     toolchain, targets = candidate.toolchain, candidate.targets
     both = (candidate.patch, candidate.test_patch)
-    after = [await runner.run(toolchain, image, both, targets) for _ in range(NUM_RUNS)]
+    after = known_after or [await runner.run(toolchain, image, both, targets) for _ in range(NUM_RUNS)]
     before = [await runner.run(toolchain, image, both[1:], targets) for _ in range(NUM_RUNS)]
     for run in (*after, *before):
         if run.problem is not None and not (run in before and not run.tests and run.messages):
@@ -119,7 +122,8 @@ def compare(
         return Rejection("no F2P", counts)
     if not pass_to_pass:
         return Rejection("no P2P", counts)
-    return Observation(fail_to_pass, pass_to_pass, tuple(sorted(unstable)), before[0].messages, num_failing)
+    cpu_s = max(run.cpu_s for run in after)
+    return Observation(fail_to_pass, pass_to_pass, tuple(sorted(unstable)), before[0].messages, num_failing, cpu_s)
 
 
 # -- route ------------------------------------------------------------------------------------------------------------
@@ -212,7 +216,7 @@ async def run_mutants(candidate: Candidate, observation: Observation, image: Tas
                 sandbox,
                 targets,
                 max_failures=observation.num_failing + 1,
-                timeout_s=MUTANT_S,
+                timeout_s=limit_s(observation.cpu_s),
             )
             await sandbox.write(path, sources[path].encode())
             if run.problem is not None and run.problem.startswith("unfinished"):

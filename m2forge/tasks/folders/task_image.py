@@ -4,7 +4,8 @@ The image is that of `environment.docker_image`, or what `environment/Dockerfile
 store of images (`m2forge image list`), where an alias stands for a base that cannot be pulled; `base_image` stands for
 every other. If podman is there and the base is not in the store, podman builds it, as `podman-DIGEST`; otherwise the
 instructions run in a sandbox. The layer that they leave is stored as `task-DIGEST`. It is built once: the digest covers
-the base and the folder `environment/`.
+the base and the folder `environment/`. Instructions before the last COPY that follows a RUN are a layer of their own,
+which folders that differ only in later files share: most install packages first, and copy a repository then.
 
 The instructions of a Dockerfile that a sandbox can do without a container runtime are read: FROM, COPY and ADD of files
 of the context, RUN, WORKDIR, ENV, ARG and USER. Instructions that describe how a container is started (CMD, ENTRYPOINT,
@@ -28,13 +29,13 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from m2forge.errors import DataError, NotFoundError
 from m2forge.protocols import Command
 from m2forge.sandbox.config import SandboxConfig
-from m2forge.sandbox.image import HOST, Image, ImageStore, remove_tree, shifts_ids
+from m2forge.sandbox.image import HOST, Image, ImageStore, StoredImage, remove_tree, shifts_ids
 from m2forge.sandbox.namespace import NamespaceSandbox, run_folder
 from m2forge.tasks.folders.artifact import own_layer
 
@@ -273,8 +274,46 @@ async def task_image(
             raise NotFoundError(f"{missing}; podman could not build it either: {error}") from error
     own = f"task-{_digest(context, base, store)}"
     if not store.has(own):
-        await _build(store, own, context, recipe, config, base)
+        await _build_all(store, own, context, recipe, config, base)
     return TaskImage(base, (own,), recipe.workdir, recipe.user, recipe.env)
+
+
+async def _build_all(
+    store: ImageStore, name: str, context: Path | None, recipe: Dockerfile, config: SandboxConfig, base: str
+) -> None:
+    head, tail = _split(recipe.steps)
+    if not head or context is None:
+        await _build(store, name, context, recipe, config, base)
+        return
+    shared = f"task-{_shared_digest(head, recipe.env, context, base, store)}"
+    if not store.has(shared):
+        await _build(store, shared, context, replace(recipe, steps=head), config, base)
+    await _build(store, name, context, replace(recipe, steps=tail), config, base, store.find(shared))
+
+
+def _split(steps: Sequence[Copy | Run]) -> tuple[tuple[Copy | Run, ...], tuple[Copy | Run, ...]]:
+    """The steps before the last COPY that follows a RUN, and the others."""
+    starts = [
+        index
+        for index, (before, step) in enumerate(itertools.pairwise(steps), 1)
+        if isinstance(before, Run) and isinstance(step, Copy)
+    ]
+    at = starts[-1] if starts else 0
+    return tuple(steps[:at]), tuple(steps[at:])
+
+
+def _shared_digest(
+    steps: Sequence[Copy | Run], env: Mapping[str, str], context: Path, base: str, store: ImageStore
+) -> str:
+    digest = hashlib.sha256(
+        f"{_FORMAT}\0{shifts_ids()}\0{base}\0{store.digest(base)}\0{sorted(env.items())}\0".encode()
+    )
+    for step in steps:
+        digest.update(f"{step}\0".encode())
+        for pattern in step.sources if isinstance(step, Copy) else ():
+            for found in _matches(context, pattern):
+                _add_files(digest, found, context)
+    return digest.hexdigest()[:24]
 
 
 def _known(store: ImageStore, name: str, base_image: str | None) -> str:
@@ -315,36 +354,53 @@ def _last_stage(path: Path) -> Dockerfile:
 
 def _digest(context: Path | None, base: str, store: ImageStore) -> str:
     digest = hashlib.sha256(f"{_FORMAT}\0{shifts_ids()}\0{base}\0{store.digest(base)}\0".encode())
-    for path in [] if context is None else sorted(context.rglob("*")):
+    if context is not None:
+        _add_files(digest, context, context)
+    return digest.hexdigest()[:24]
+
+
+def _add_files(digest: "hashlib._Hash", folder: Path, context: Path) -> None:
+    """Add names, modes and contents of a folder's files, or of one file."""
+    for path in sorted(folder.rglob("*")) if folder.is_dir() else [folder]:
         if path.is_symlink():
             kind, content = "link", os.fsencode(path.readlink())
         elif path.is_file():
             kind, content = f"file {path.stat().st_mode & 0o777:o}", path.read_bytes()
         else:
             kind, content = "folder", b""
-        name = path.relative_to(context) if context is not None else path
-        digest.update(os.fsencode(f"{name}\0{kind}\0{len(content)}\0") + content)
-    return digest.hexdigest()[:24]
+        digest.update(os.fsencode(f"{path.relative_to(context)}\0{kind}\0{len(content)}\0") + content)
 
 
 async def _build(
-    store: ImageStore, name: str, context: Path | None, recipe: Dockerfile, config: SandboxConfig, base: str
+    store: ImageStore,
+    name: str,
+    context: Path | None,
+    recipe: Dockerfile,
+    config: SandboxConfig,
+    base: str,
+    shared: StoredImage | None = None,
 ) -> None:
-    """Copied files are layers written on this machine; commands run in a sandbox, whose changes are another layer."""
-    layers: list[Path] = [await asyncio.to_thread(_log_layer)]
+    """Copied files are layers written on this machine; commands run in a sandbox, whose changes are another layer.
+    `shared`: the layers below."""
+    layers: list[Path] = [] if shared is not None else [await asyncio.to_thread(_log_layer)]
+    held = () if shared is None else tuple(str(layer) for layer in store.layers(shared))
     place = f"{context}/Dockerfile" if context is not None else name
+
+    def below() -> tuple[str, ...]:
+        return (*held, *map(str, layers))
+
     try:
         for is_copy, steps in itertools.groupby(recipe.steps, lambda step: isinstance(step, Copy)):
             if is_copy and context is not None:
-                image = await asyncio.to_thread(store.stack, (base, *map(str, layers)))
+                image = await asyncio.to_thread(store.stack, (base, *below()))
                 copies = [step for step in steps if isinstance(step, Copy)]
                 layers.append(await asyncio.to_thread(_copy_layer, copies, context, image))
             else:
                 runs = [step for step in steps if isinstance(step, Run)]
-                layers.append(await _run_layer(runs, config, base, layers, recipe.env, place))
-        if (pruned := await _pruned_layer(config, base, layers, place)) is not None:
+                layers.append(await _run_layer(runs, config, base, below(), recipe.env, place))
+        if (pruned := await _pruned_layer(config, base, below(), place)) is not None:
             layers.append(pruned)
-        await asyncio.to_thread(store.store_layers, name, layers, place)
+        await asyncio.to_thread(store.store_layers, name, layers, place, shared)
     finally:
         for layer in layers:
             await asyncio.to_thread(remove_tree, layer)
@@ -423,12 +479,12 @@ def _matches(context: Path, pattern: str) -> list[Path]:
 
 @asynccontextmanager
 async def _builder(
-    config: SandboxConfig, base: str, layers: Sequence[Path], env: Mapping[str, str]
+    config: SandboxConfig, base: str, layers: Sequence[str], env: Mapping[str, str]
 ) -> AsyncIterator[NamespaceSandbox]:
     own: dict[str, object] = {
         "backend": "namespace",
         "image": base,
-        "layers": tuple(map(str, layers)),
+        "layers": tuple(layers),
         "workspace": "/logs",
     }
     own |= {"user": ROOT if shifts_ids() else config.user, "network": "public", "allow": (), "timeout_s": BUILD_S}
@@ -440,7 +496,7 @@ async def _builder(
 
 
 async def _run_layer(
-    steps: Sequence[Run], config: SandboxConfig, base: str, layers: Sequence[Path], env: Mapping[str, str], place: str
+    steps: Sequence[Run], config: SandboxConfig, base: str, layers: Sequence[str], env: Mapping[str, str], place: str
 ) -> Path:
     async with _builder(config, base, layers, env) as sandbox:
         for step in steps:
@@ -455,7 +511,7 @@ async def _run_layer(
         return (await sandbox.snapshot()).layer
 
 
-async def _pruned_layer(config: SandboxConfig, base: str, layers: Sequence[Path], place: str) -> Path | None:
+async def _pruned_layer(config: SandboxConfig, base: str, layers: Sequence[str], place: str) -> Path | None:
     """Remove objects of repositories that may hold the solution; None if the image has no repository."""
     async with _builder(config, base, layers, {}) as sandbox:
         listed = await sandbox.run(Command(("/bin/sh", "-c", _FIND_REPOSITORIES)))
@@ -475,8 +531,8 @@ async def _pruned_layer(config: SandboxConfig, base: str, layers: Sequence[Path]
         return (await sandbox.snapshot()).layer if found else None
 
 
-def _has_repository(base: str, layers: Sequence[Path]) -> bool:
-    image = ImageStore().stack((base, *map(str, layers)))
+def _has_repository(base: str, layers: Sequence[str]) -> bool:
+    image = ImageStore().stack((base, *layers))
     return any(".git" in names + files for layer in image.layers for _, names, files in os.walk(layer))
 
 

@@ -1,13 +1,23 @@
 """Injected bugs: which faults count, and what the agent sees of the tests."""
 
 import ast
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import pytest
 
+from m2forge.pipelines.swe.environment import Runner
 from m2forge.pipelines.swe.injection import broken_tests, without_functions
-from m2forge.pipelines.swe.toolchains.toolchain import Outcomes, TestRun
+from m2forge.pipelines.swe.pipeline import _packed_runs, _unpacked_runs
+from m2forge.pipelines.swe.task import NUM_RUNS, Observation, observe
+from m2forge.pipelines.swe.toolchains.toolchain import Outcomes, TestRun, Toolchain
+from m2forge.tasks.folders.task_image import TaskImage
+from tests.pipelines.swe import projects
 
 P, F = Outcomes.PASSED, Outcomes.FAILED
+FIRST = "tests/test_sums.py::test_first"
 
 
 @pytest.mark.parametrize(
@@ -36,3 +46,30 @@ def test_failing_functions_are_taken_out_of_visible_tests() -> None:
     assert "test_b" in pruned
     assert without_functions(source, {"none"}) == source
     assert without_functions("def test_a(", {"test_a"}) == "def test_a("
+
+
+@dataclass
+class Scripted:
+    """A runner whose tests pass where the golden patch is applied."""
+
+    num_runs: int = 0
+
+    async def run(
+        self, toolchain: Toolchain, image: TaskImage, patches: Sequence[str], targets: Sequence[str]
+    ) -> TestRun:
+        self.num_runs += 1
+        is_fixed = not patches or len(patches) == 2
+        return TestRun({"tests/test_sums.py::test_total_of_all_numbers": P if is_fixed else F, FIRST: P}, cpu_s=0.5)
+
+
+def test_known_runs_of_the_release_decide_as_new_ones_do() -> None:
+    runner, image = Scripted(), TaskImage("host")
+    candidate = projects.candidate()
+    plain = asyncio.run(observe(candidate, image, cast("Runner", runner)))
+    assert isinstance(plain, Observation)
+    assert (runner.num_runs, plain.pass_to_pass) == (2 * NUM_RUNS, (FIRST,))
+    after = [asyncio.run(runner.run(candidate.toolchain, image, (), candidate.targets)) for _ in range(NUM_RUNS)]
+    runner.num_runs = 0
+    known = _unpacked_runs(_packed_runs(after))
+    assert asyncio.run(observe(candidate, image, cast("Runner", runner), known)) == plain
+    assert runner.num_runs == NUM_RUNS
