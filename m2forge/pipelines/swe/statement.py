@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 from m2forge.pipelines.swe.candidate import Candidate
 from m2forge.pipelines.swe.speed_tests import MAX_RATIO
+from m2forge.pipelines.swe.toolchains.python import Python
+from m2forge.pipelines.swe.toolchains.toolchain import SOURCE_ENDINGS
 
 MIN_WORDS = 4
 """A shorter text says nothing about a change."""
@@ -24,6 +26,7 @@ MAX_NAMES = 40
 MAX_SHOWN_TESTS = 20
 MIN_LINE = 12
 """Characters from which a line of the patch is recognised in a text."""
+_ENDINGS = tuple(SOURCE_ENDINGS)
 _ORDER = ("issue", "pull request", "commit", "changelog", "readme")
 _LINK = re.compile(r"<?\bhttps?://[^\s<>)\]]+>?")
 _HASH = re.compile(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b")
@@ -146,11 +149,11 @@ def source_lines(patch: str) -> Iterator[str]:
 
 def missing_names(candidate: Candidate) -> list[str]:
     """Names that changed test files import, read or pass, that the old tree has nowhere, and the new source has."""
-    known = _words(
-        file.content for path, file in candidate.base.items() if path.endswith((".py", ".pyi", ".toml", ".cfg"))
-    )
+    is_python = candidate.language == Python.name
+    endings, used = ((".py", ".pyi", ".toml", ".cfg"), _used_names) if is_python else (_ENDINGS, _identifiers)
+    known = _words(file.content for path, file in candidate.base.items() if path.endswith(endings))
     defined = set(re.findall(r"[A-Za-z_]\w*", "\n".join(source_lines(candidate.patch))))
-    found = dict.fromkeys(name for _, source in sorted(candidate.tests.items()) for name in _used_names(source))
+    found = dict.fromkeys(name for _, source in sorted(candidate.tests.items()) for name in used(source))
     ours = [name for name in found if name in defined and name not in known and _is_foreign(name)]
     return ours[:MAX_NAMES]
 
@@ -182,6 +185,12 @@ def _used_names(source: str) -> Iterator[str]:
                 yield name
             case ast.keyword(arg=str() as name):
                 yield name
+
+
+def _identifiers(source: str) -> Iterator[str]:
+    """Names of a test file in a language whose comments and strings are C's."""
+    code = re.sub(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|`[^`]*`""", " ", source, flags=re.DOTALL)
+    yield from re.findall(r"[A-Za-z_]\w*", code)
 
 
 def _is_stdlib(module: str) -> bool:

@@ -8,6 +8,8 @@ report to the path in the variable TEST_REPORT. Files that `test.patch` touches 
 The reward is 1 if every named test passed: one that was skipped, or is missing from the report, has not.
 
     pytest-junit    JUnit's XML as pytest writes it (junit_family=xunit1)
+    go-json         events of `go test -json`, and what the compiler prints between them
+    libtest         output of Rust's test programs, each after a line "@target NAME" and before one "@status NUMBER"
 
 It imports the standard library alone, because task folders carry a copy of this file beside that of swe_tests.py.
 """
@@ -71,7 +73,7 @@ def parse_junit(report: bytes, targets: Sequence[str]) -> Report:
     return found
 
 
-def _pytest_id(case: ElementTree.Element, modules: Mapping[str, str]) -> "str | None":
+def _pytest_id(case: ElementTree.Element, modules: Mapping[str, str]) -> str | None:
     """Pytest's id of a test case; None for a file that could not be collected. `modules`: files that were run, by the
     name of their module. A case's own attribute `file` is where the function is defined, perhaps in a base class."""
     owner, name = case.get("classname", ""), case.get("name", "")
@@ -82,7 +84,110 @@ def _pytest_id(case: ElementTree.Element, modules: Mapping[str, str]) -> "str | 
     return None
 
 
-FORMATS: "Mapping[str, Callable[[bytes, Sequence[str]], Report]]" = {"pytest-junit": parse_junit}
+# -- Go ---------------------------------------------------------------------------------------------------------------
+
+
+def parse_go(report: bytes, targets: Sequence[str]) -> Report:
+    found = Report()
+    outputs: dict[str, list[str]] = {}
+    failed: set[str] = set()
+    compiled = ""
+    for line in report.decode(errors="replace").splitlines():
+        event = _go_event(line)
+        if event is None:
+            # The compiler names a package, then its errors; the build's result comes last.
+            if match := re.match(r"# (\S+)(?: \[(\S+)\.test\])?", line):
+                compiled = match[2] or match[1]
+            elif match := re.match(r"FAIL\s+(\S+) \[(?:build|setup) failed\]", line):
+                failed.add(match[1])
+            else:
+                outputs.setdefault(compiled, []).append(line)
+            continue
+        package, test, action = str(event.get("Package", "")), event.get("Test"), event.get("Action")
+        id = f"{package}::{test}" if test else package
+        if action == "output":
+            outputs.setdefault(id, []).append(str(event.get("Output", "")))
+        elif test and action == "run":
+            # A test that never ends, since its process did, has failed.
+            found.tests[id] = FAILED
+        elif test and action in _GO_OUTCOMES:
+            found.tests[id] = _GO_OUTCOMES[action]
+        elif action == "fail":
+            failed.add(package)
+    named = {id for id, outcome in found.tests.items() if outcome == FAILED}
+    # A package that failed though none of its tests did could not be compiled, or ended early.
+    failed -= {id.partition("::")[0] for id in named}
+    found.messages |= {id: _shown(outputs.get(id, [])) or "failed" for id in sorted(named | failed)}
+    return found
+
+
+_GO_OUTCOMES = {"pass": PASSED, "fail": FAILED, "skip": SKIPPED}
+
+
+def _go_event(line: str) -> Mapping[str, object] | None:
+    if not line.startswith("{"):
+        return None
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "Action" in event else None
+
+
+def _shown(lines: Sequence[str]) -> str:
+    """What was printed, without the lines by which a test begins and ends."""
+    kept = [line.strip() for line in lines if not re.match(r"\s*(?:===|---) [A-Z]|\s*$|FAIL\b|exit status", line)]
+    return "\n".join(kept)[:MAX_MESSAGE]
+
+
+# -- Rust -------------------------------------------------------------------------------------------------------------
+
+_LIBTEST = re.compile(r"test (.+?)(?: - should panic)? \.\.\. (ok|FAILED|ignored)(?:, .*)?")
+_RUST_OUTCOMES = {"ok": PASSED, "FAILED": FAILED, "ignored": SKIPPED}
+_EXAMPLE = re.compile(r"(.+) \(line (\d+)\)(.*)")
+
+
+def parse_libtest(report: bytes, targets: Sequence[str]) -> Report:
+    found = Report()
+    text = report.decode(errors="replace")
+    for part in re.split(r"^@target ", text, flags=re.MULTILINE)[1:]:
+        target, _, output = part.partition("\n")
+        _parse_target(target, output, found)
+    return found
+
+
+def _parse_target(target: str, output: str, found: Report) -> None:
+    lines = output.splitlines()
+    tests = [match for line in lines if (match := _LIBTEST.fullmatch(line))]
+    names = _stable_names([match[1] for match in tests])
+    for match in tests:
+        found.add(f"{target}::{names[match[1]]}", _RUST_OUTCOMES[match[2]])
+    for name, printed in re.findall(r"^---- (.+?) stdout ----\n(.*?)(?=^---- |^failures:|\Z)", output, re.M | re.S):
+        if name in names:
+            shown = [line for line in printed.splitlines() if line.strip() and not line.startswith("note: ")]
+            found.messages[f"{target}::{names[name]}"] = "\n".join(shown)[:MAX_MESSAGE]
+    is_over = any(line.startswith("test result: ") for line in lines)
+    if not is_over and "@status 0" not in lines:
+        errors = [line for line in lines if line.startswith("error")]
+        found.messages[target] = "\n".join(errors)[:MAX_MESSAGE] or "the test program did not end by itself"
+
+
+def _stable_names(names: Sequence[str]) -> dict[str, str]:
+    """Examples of documentation by their number among those of the same item: their lines move with every change."""
+    examples = [match for name in names if (match := _EXAMPLE.fullmatch(name))]
+    counts: dict[str, int] = {}
+    found = {name: name for name in names}
+    for match in sorted(examples, key=lambda match: (match[1], int(match[2]))):
+        counts[match[1]] = number = counts.get(match[1], 0) + 1
+        found[match[0]] = f"{match[1]} {number}"
+    return found
+
+
+FORMATS: Mapping[str, Callable[[bytes, Sequence[str]], Report]] = {
+    "pytest-junit": parse_junit,
+    "go-json": parse_go,
+    "libtest": parse_libtest,
+}
 
 
 # -- verification -----------------------------------------------------------------------------------------------------

@@ -154,8 +154,8 @@ CACHE = "/opt/cache"
 
 
 def dockerfile(programs: Sequence[str], variables: Mapping[str, str], warm: str) -> FolderFile:
-    """A Dockerfile over a base image that has the programs. `warm`: a command that fills the compiler's cache, after
-    the base is committed, in `CACHE`; it may fail."""
+    """A Dockerfile over a base image that has the programs. `warm`: a command that fills the compiler's cache in
+    `CACHE`, after the base is committed; it may fail, and what it leaves in the repository is removed."""
     needed = (*programs, "git", "python3")
     guards = [f"(command -v {name} >/dev/null || (echo 'the base image has no {name}'; exit 1))" for name in needed]
     text = _DOCKERFILE.format(
@@ -166,6 +166,6 @@ def dockerfile(programs: Sequence[str], variables: Mapping[str, str], warm: str)
         testbed=TESTBED,
         variables="".join(f"ENV {key}={shlex.quote(value)}\n" for key, value in variables.items()),
         commit=commit_command(),
-        warm=f"({warm}) >/dev/null 2>&1 || true",
+        warm=f"({warm}) >/dev/null 2>&1; git clean -fdxq && git checkout -q .",
     )
     return FolderFile(text.encode())

@@ -1,0 +1,148 @@
+"""Rust: packages without foreign crates, or with all of them vendored; tests by `cargo test`.
+
+A target is a file that cargo makes a test program of, and `doc` for the examples in documentation:
+
+    src/lib.rs, src/main.rs, tests/NAME.rs, doc         of the root package
+    MEMBER/src/lib.rs, …                                of a member of a workspace
+
+A test's id is `tests/sums.rs::module::name`. Each target is compiled and run by itself: cargo runs no test at all if
+one program does not compile. Tests inside of source files and examples count as P2P alone, since a patch of the source
+brings them. The image holds a target folder with the compiled base tree. Cargo goes by the time of files, and not by
+their content, so a run first touches them.
+"""
+
+import posixpath
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+
+from m2forge.errors import DataError
+from m2forge.pipelines.swe.action import Edits
+from m2forge.pipelines.swe.toolchains.toolchain import CACHE, Environment, Toolchain, dockerfile, testbed
+from m2forge.pipelines.swe.tree import Release, Tree
+from m2forge.tasks.folders.folder import FolderFile
+
+MANIFEST, DOC = "Cargo.toml", "doc"
+_TABLES = ("dependencies", "dev-dependencies", "build-dependencies")
+_VARIABLES = {
+    "CARGO_HOME": f"{CACHE}/cargo",
+    "CARGO_INCREMENTAL": "0",
+    "CARGO_NET_OFFLINE": "true",
+    "CARGO_PROFILE_DEV_DEBUG": "0",
+    "CARGO_PROFILE_TEST_DEBUG": "0",
+    "CARGO_TARGET_DIR": f"{CACHE}/target",
+    "RUST_BACKTRACE": "0",
+}
+_SCRIPT = """find . -path ./.git -prune -o -path ./vendor -prune -o -type f -exec touch -c {} +
+is_whole=$1; shift
+while [ $# -gt 0 ]; do
+    echo "@target $1"
+    cargo test --offline --color=never $2 -- --test-threads=2
+    status=$?; echo; echo "@status $status"
+    [ $status = 0 ] || $is_whole || break
+    shift 2
+done >"$TEST_REPORT" 2>&1
+"""
+"""Arguments: whether to go on after a failure, then each target with its options. With one thread the output of tests
+would stand between a test's name and its outcome."""
+
+
+class Rust(Toolchain):
+    name = "rust"
+    version_command = ("rustc", "--version")
+    report = "libtest"
+
+    def is_project(self, tree: Tree) -> bool:
+        return MANIFEST in tree
+
+    def targets(self, tree: Tree) -> tuple[str, ...]:
+        return tuple(target for folder in _packages(tree) for target in sorted(_package_targets(tree, folder)))
+
+    def environment(self, release: Release, version: str, asked: Sequence[str], edits: Edits) -> Environment:
+        foreign = sorted({name for folder in _packages(release.tree) for name in _foreign(release.tree, folder)})
+        configs = (release.tree.get(path) for path in (".cargo/config.toml", ".cargo/config"))
+        if foreign and not any(file is not None and b"vendored-sources" in file.content for file in configs):
+            raise DataError(f"{MANIFEST}: depends on {', '.join(foreign[:5])}, and .cargo/config.toml vendors nothing")
+        return Environment(self.name, (), (), version)
+
+    def files(self, package: str, release: Release, environment: Environment) -> dict[str, FolderFile]:
+        warm = "cargo test --offline --workspace --no-run"
+        return {"Dockerfile": dockerfile(("cargo", "rustc", "cc"), _VARIABLES, warm), **testbed(release.tree)}
+
+    def command(self, targets: Sequence[str], max_failures: int | None = None) -> tuple[str, ...]:
+        pairs = [word for target in targets for word in (target, _options(target))]
+        return ("sh", "-c", _SCRIPT, "sh", "false" if max_failures == 1 else "true", *pairs)
+
+    def locate(self, id: str, tests: Mapping[str, str]) -> tuple[str, str] | None:
+        target, _, inner = id.partition("::")
+        function = inner.split("::")[-1]
+        defined = re.compile(rf"\bfn {re.escape(function)}\b")
+        found = [path for path, text in sorted(tests.items()) if path.endswith(".rs") and defined.search(text)]
+        if target in tests:
+            # A macro may have made it.
+            return (found[0] if found and target not in found else target), function
+        # A module of tests beside the source, of the same package.
+        source = posixpath.dirname(target)
+        inside = [path for path in found if posixpath.basename(target) != DOC and path.startswith(f"{source}/")]
+        return (inside[0], function) if inside else None
+
+
+def _manifest(tree: Tree, folder: str) -> dict[str, object]:
+    try:
+        return tomllib.loads(tree[posixpath.join(folder, MANIFEST)].content.decode())
+    except (KeyError, tomllib.TOMLDecodeError, UnicodeDecodeError):
+        return {}
+
+
+def _packages(tree: Tree) -> list[str]:
+    """Folders of the root package and of the workspace's members; "" is the root."""
+    folders = [""]
+    if "workspace" in _manifest(tree, ""):
+        inner = {posixpath.dirname(path) for path in tree if posixpath.basename(path) == MANIFEST} - {""}
+        folders += sorted(folder for folder in inner if not {"vendor", "target"} & set(folder.split("/")))
+    return [folder for folder in folders if "package" in _manifest(tree, folder)]
+
+
+def _package_targets(tree: Tree, folder: str) -> Iterator[str]:
+    start = f"{folder}/" if folder else ""
+    sources = {
+        path: file.content.decode(errors="replace")
+        for path, file in tree.items()
+        if path.startswith(f"{start}src/") and path.endswith(".rs")
+    }
+    has_tests = any("#[test]" in text or "#[cfg(test)]" in text for text in sources.values())
+    for name in ("src/lib.rs", "src/main.rs"):
+        if start + name in sources and has_tests:
+            yield start + name
+    if f"{start}src/lib.rs" in sources and any(re.search(r"//[/!] ```", text) for text in sources.values()):
+        yield start + DOC
+    for path in tree:
+        if re.fullmatch(rf"{re.escape(start)}tests/(?:[^/]+\.rs|[^/]+/main\.rs)", path):
+            yield path
+
+
+def _foreign(tree: Tree, folder: str) -> Iterator[str]:
+    """Crates of a package that are not in the tree."""
+    manifest = _manifest(tree, folder)
+    tables = [manifest.get(name) for name in _TABLES]
+    targets = manifest.get("target")
+    for one in targets.values() if isinstance(targets, dict) else ():
+        tables += [one.get(name) for name in _TABLES] if isinstance(one, dict) else []
+    for table in tables:
+        for name, value in table.items() if isinstance(table, dict) else ():
+            if not isinstance(value, dict) or not (value.get("path") or value.get("workspace")):
+                yield name
+
+
+def _options(target: str) -> str:
+    """Cargo's options for a target."""
+    for name, option in {"src/lib.rs": "--lib", "src/main.rs": "--bins", DOC: "--doc"}.items():
+        if f"/{target}".endswith(f"/{name}"):
+            return _at(target.removesuffix(name).rstrip("/")) + option
+    # The last one: a member may lie in a folder of this name too.
+    folder, _, name = f"/{target}".rpartition("/tests/")
+    return _at(folder.lstrip("/")) + f"--test={name.removesuffix('.rs').removesuffix('/main')}"
+
+
+def _at(folder: str) -> str:
+    return f"--manifest-path={folder}/{MANIFEST} " if folder else ""

@@ -1,0 +1,112 @@
+"""`m2forge pipeline` over tiny projects of other languages, from a git history to a verified task folder."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from m2forge.cli import main
+from m2forge.sandbox.channel import program
+from m2forge.sandbox.namespace import run_folder
+from m2forge.tasks.folders.folder import TaskFolder, read_folders
+from m2forge.tasks.folders.swe_bench import folder_record
+from tests.pipelines.swe import projects
+from tests.sandbox.places import require
+
+GO = {
+    "go.mod": "module example.com/sums\n\ngo 1.19\n",
+    "LICENSE": projects.LICENCE,
+    "sums.go": "package sums\n\nfunc First(numbers []int) int { return numbers[0] }\n",
+    "sums_test.go": 'package sums\n\nimport "testing"\n\nfunc TestFirst(t *testing.T) {\n'
+    '\tif First([]int{4, 5}) != 4 {\n\t\tt.Fatal("not the first")\n\t}\n}\n',
+    "inner/inner.go": "package inner\n\nfunc One() int { return 0 }\n",
+    "inner/inner_test.go": 'package inner\n\nimport "testing"\n\nfunc TestNothing(t *testing.T) {}\n',
+}
+GO_FIXED = {
+    "sums.go": GO["sums.go"] + "\nfunc Last(numbers []int) int { return numbers[len(numbers)-1] }\n",
+    # Before it, this package of tests cannot be compiled: those of the other one must run all the same.
+    "sums_test.go": GO["sums_test.go"] + "\nfunc TestLast(t *testing.T) {\n\tfor _, wanted := range []int{5, 6} {\n"
+    '\t\tt.Run("ends", func(t *testing.T) {\n\t\t\tif Last([]int{4, wanted}) != wanted {\n'
+    '\t\t\t\tt.Errorf("not %d", wanted)\n\t\t\t}\n\t\t})\n\t}\n}\n',
+    "inner/inner.go": "package inner\n\nfunc One() int { return 1 }\n",
+    "inner/inner_test.go": GO["inner/inner_test.go"]
+    + '\nfunc TestOne(t *testing.T) {\n\tif One() != 1 {\n\t\tt.Fatal("not one")\n\t}\n}\n',
+}
+RUST = {
+    "Cargo.toml": '[package]\nname = "sums"\nversion = "0.1.0"\nedition = "2021"\nlicense = "MIT"\n',
+    "LICENSE": projects.LICENCE,
+    ".gitignore": "/target\nCargo.lock\n",
+    "src/lib.rs": "pub fn first(numbers: &[i32]) -> i32 {\n    numbers[0]\n}\n\n"
+    "pub fn total(numbers: &[i32]) -> i32 {\n    numbers[1..].iter().sum()\n}\n\n"
+    "#[cfg(test)]\nmod tests {\n    #[test]\n    fn inline_first() {\n"
+    "        assert_eq!(super::first(&[4]), 4);\n    }\n",
+    "tests/first.rs": "#[test]\nfn first() {\n    assert_eq!(sums::first(&[4, 5]), 4);\n}\n",
+}
+RUST_FIXED = {
+    # A test inside of the source comes with the golden patch alone.
+    "src/lib.rs": RUST["src/lib.rs"].replace("[1..]", "")
+    + "    #[test]\n    fn inline_last() {\n        assert_eq!(super::last(&[4]), 4);\n    }\n}\n\n"
+    "pub fn last(numbers: &[i32]) -> i32 {\n    numbers[numbers.len() - 1]\n}\n",
+    "tests/first.rs": RUST["tests/first.rs"] + "\n#[test]\nfn total() {\n    assert_eq!(sums::total(&[4, 5]), 9);\n}\n",
+    "tests/last.rs": "#[test]\nfn last() {\n    assert_eq!(sums::last(&[4, 5]), 5);\n}\n",
+}
+RUST["src/lib.rs"] += "}\n"
+
+
+@pytest.fixture(autouse=True)
+def _caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Images that are not the user's."""
+    require("namespace")
+    program()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run_folder.cache_clear()
+    yield
+    run_folder.cache_clear()
+
+
+def need(*programs: str) -> None:
+    """Sandboxes see the programs of /usr alone."""
+    if missing := [name for name in programs if shutil.which(name, path="/usr/bin") is None]:
+        pytest.skip(f"/usr/bin has no {missing[0]}")
+
+
+def make_task(tmp_path: Path, old: Mapping[str, str], new: Mapping[str, str]) -> TaskFolder:
+    message = "Let sums know the last number, and count all of them"
+    projects.write_history(tmp_path / "clone", ("Begin", old), (message, new))
+    config = tmp_path / "run.toml"
+    config.write_text(f'name = "r"\nworkers = 1\n[[swe.repositories]]\npath = "{tmp_path}/clone"\npackage = "sums"\n')
+    assert main(["pipeline", str(config), "--runs", str(tmp_path / "runs")]) == 0
+    (folder,), rejected = read_folders(tmp_path / "runs" / "r" / "tasks")
+    assert rejected == []
+    assert "Let sums know the last number" in folder.instruction()
+    assert "ast" in folder.instruction()
+    return folder
+
+
+@pytest.mark.slow
+def test_a_commit_of_a_go_module_becomes_a_task(tmp_path: Path) -> None:
+    need("go")
+    folder = make_task(tmp_path, GO, GO_FIXED)
+    record = folder_record(folder)
+    assert record["language"] == "go"
+    assert record["FAIL_TO_PASS"] == [
+        "example.com/sums/inner::TestOne",
+        "example.com/sums::TestFirst",
+        "example.com/sums::TestLast",
+        "example.com/sums::TestLast/ends",
+        "example.com/sums::TestLast/ends#01",
+    ]
+    assert record["PASS_TO_PASS"] == ["example.com/sums/inner::TestNothing"]
+    assert "- `Last`" in folder.instruction()
+    assert json.loads((folder.path / "tests" / "instance.json").read_text())["report"] == "go-json"
+
+
+@pytest.mark.slow
+def test_a_commit_of_a_rust_crate_becomes_a_task(tmp_path: Path) -> None:
+    need("cargo", "rustc", "cc")
+    record = folder_record(make_task(tmp_path, RUST, RUST_FIXED))
+    assert record["language"] == "rust"
+    assert record["FAIL_TO_PASS"] == ["tests/first.rs::total", "tests/last.rs::last"]
+    assert record["PASS_TO_PASS"] == ["src/lib.rs::tests::inline_first", "tests/first.rs::first"]

@@ -1,0 +1,59 @@
+"""Rust: test programs of packages, where tests stand, and what is refused."""
+
+import pytest
+
+from m2forge.errors import DataError
+from m2forge.pipelines.swe.action import NO_EDITS
+from m2forge.pipelines.swe.toolchains.rust import Rust
+from m2forge.pipelines.swe.toolchains.table import detect
+from tests.pipelines.swe import projects
+
+PACKAGE = '[package]\nname = "sums"\n'
+FILES = {
+    "Cargo.toml": PACKAGE,
+    "src/lib.rs": "/// ```\n/// 1;\n/// ```\npub fn a() {}\n#[cfg(test)]\nmod tests;\n",
+    "src/tests.rs": "#[test]\nfn inside() {}\n",
+    "tests/a.rs": "#[test]\nfn outside() {}\n",
+    "tests/b/main.rs": "",
+    "tests/common/mod.rs": "",
+}
+
+
+def test_targets_are_the_programs_that_cargo_tests() -> None:
+    tree = projects.release(FILES).tree
+    assert detect(tree).name == "rust"
+    assert Rust().targets(tree) == ("doc", "src/lib.rs", "tests/a.rs", "tests/b/main.rs")
+
+
+def test_members_of_a_workspace_have_targets() -> None:
+    members = {f"core/{path}": text for path, text in FILES.items()}
+    tree = projects.release({"Cargo.toml": '[workspace]\nmembers = ["core"]\n', **members}).tree
+    targets = Rust().targets(tree)
+    assert targets == ("core/doc", "core/src/lib.rs", "core/tests/a.rs", "core/tests/b/main.rs")
+    command = Rust().command(targets)
+    wanted = [f"--manifest-path=core/Cargo.toml {option}" for option in ("--doc", "--lib", "--test=a", "--test=b")]
+    assert list(command[command.index("core/doc") + 1 :: 2]) == wanted
+
+
+@pytest.mark.parametrize(
+    ("id", "place"),
+    [
+        ("tests/a.rs::outside", ("tests/a.rs", "outside")),
+        ("tests/a.rs::made_by_a_macro", ("tests/a.rs", "made_by_a_macro")),
+        ("src/lib.rs::tests::inside", ("src/tests.rs", "inside")),
+        ("src/lib.rs::tests::outside", None),
+        ("doc::src/lib.rs - a 1", None),
+    ],
+)
+def test_a_test_inside_of_source_stands_in_no_test_file(id: str, place: tuple[str, str] | None) -> None:
+    tests = {path: text for path, text in FILES.items() if Rust().is_test(path)}
+    assert Rust().locate(id, tests) == place
+
+
+def test_crates_of_others_must_be_vendored() -> None:
+    needs = {"Cargo.toml": PACKAGE + '[dev-dependencies]\nserde = "1"\nown = {path = "own"}\n'}
+    with pytest.raises(DataError, match="depends on serde, and"):
+        Rust().environment(projects.release(needs), "1.63", (), NO_EDITS)
+    config = '[source.crates-io]\nreplace-with = "vendored-sources"\n'
+    vendored = projects.release({**needs, ".cargo/config.toml": config})
+    assert Rust().environment(vendored, "1.63", (), NO_EDITS).toolchain == "rust"
