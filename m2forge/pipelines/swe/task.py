@@ -31,7 +31,7 @@ from m2forge.pipelines.swe.environment import Runner, apply_patch, limit_s
 from m2forge.pipelines.swe.mutation import Mutation, mutations
 from m2forge.pipelines.swe.statement import Statement, missing_names
 from m2forge.pipelines.swe.toolchains.python import Python
-from m2forge.pipelines.swe.toolchains.toolchain import Environment, Outcomes, TestRun
+from m2forge.pipelines.swe.toolchains.toolchain import Environment, Outcomes, TestRun, Toolchain
 from m2forge.records import JsonValue
 from m2forge.tasks.folders import swe_tests
 from m2forge.tasks.folders.environment import prepare
@@ -219,7 +219,7 @@ async def run_mutants(candidate: Candidate, observation: Observation, image: Tas
                 timeout_s=limit_s(observation.cpu_s),
             )
             await sandbox.write(path, sources[path].encode())
-            if run.problem is not None and run.problem.startswith("unfinished"):
+            if (run.problem or "").startswith("unfinished") or is_uncompiled(run, observation, candidate.toolchain):
                 undecided += 1
             elif is_killed(run, observation):
                 killed += 1
@@ -255,6 +255,12 @@ def is_killed(run: TestRun, observation: Observation) -> bool:
         (id in wanted and run.tests.get(id) is Outcomes.FAILED) or (id not in run.tests and id in targets)
         for id in run.messages
     )
+
+
+def is_uncompiled(run: TestRun, observation: Observation, toolchain: Toolchain) -> bool:
+    """Whether a compiler has refused a mutant: no test has seen it."""
+    has_failed = any(run.tests.get(id) is Outcomes.FAILED for id in observation.wanted)
+    return toolchain.is_compiled and not has_failed and is_killed(run, observation)
 
 
 def _names_of_target(target: str) -> tuple[str, str]:

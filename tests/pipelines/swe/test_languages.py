@@ -103,7 +103,7 @@ def test_a_commit_of_a_go_module_becomes_a_task(tmp_path: Path) -> None:
     assert json.loads((folder.path / "tests" / "instance.json").read_text())["report"] == "go-json"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_commit_of_a_rust_crate_becomes_a_task(tmp_path: Path) -> None:
     need("cargo", "rustc", "cc")
     record = folder_record(make_task(tmp_path, RUST, RUST_FIXED))

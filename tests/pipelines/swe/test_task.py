@@ -11,8 +11,11 @@ from m2forge.pipelines.swe.task import (
     choose_mutants,
     compare,
     is_killed,
+    is_uncompiled,
     route,
 )
+from m2forge.pipelines.swe.toolchains.go import Go
+from m2forge.pipelines.swe.toolchains.python import Python
 from m2forge.pipelines.swe.toolchains.toolchain import Outcomes, TestRun
 from tests.pipelines.swe import projects
 
@@ -85,6 +88,15 @@ def test_a_mutant_dies_by_a_listed_test_alone() -> None:
     assert is_killed(TestRun({"tests/test_a.py::t": F}, {"tests/test_a.py::t": "assert 0"}), listed)
     assert is_killed(TestRun({"tests/test_b.py::x": P}, {"tests.test_a": "collection failure"}), listed)
     assert is_killed(TestRun(problem="no report"), listed)
+
+
+def test_a_mutant_that_a_compiler_refuses_decides_nothing() -> None:
+    listed = Observation(("example.com/a::TestA",), ("example.com/a::TestB",), (), {}, 0)
+    refused = TestRun({}, {"example.com/a": "cannot use nil as int"}, problem="no test was reported")
+    assert is_uncompiled(refused, listed, Go())
+    assert not is_uncompiled(refused, listed, Python())
+    assert not is_uncompiled(TestRun({"example.com/a::TestA": F}, {"example.com/a::TestA": "no"}), listed, Go())
+    assert not is_uncompiled(TestRun({"example.com/a::TestA": P}), listed, Go())
 
 
 def test_three_of_five_mutants_must_die() -> None:

@@ -132,6 +132,7 @@ RUN {commit}
 class Python(Toolchain):
     name = "python"
     version_command = ("python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])")
+    is_compiled = False
     report = "pytest-junit"
 
     def is_project(self, tree: Tree) -> bool:

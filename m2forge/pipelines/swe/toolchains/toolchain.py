@@ -74,6 +74,8 @@ class Toolchain(ABC):
     name: ClassVar[str]
     version_command: ClassVar[tuple[str, ...]]
     """Prints the version of the language in the base image."""
+    is_compiled: ClassVar[bool] = True
+    """Whether a compiler sees some faults before any test does."""
     report: ClassVar[str]
     """A key of `suite_tests.FORMATS`."""
 

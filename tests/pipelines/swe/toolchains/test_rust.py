@@ -1,11 +1,17 @@
 """Rust: test programs of packages, where tests stand, and what is refused."""
 
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from m2forge.errors import DataError
 from m2forge.pipelines.swe.action import NO_EDITS
 from m2forge.pipelines.swe.toolchains.rust import Rust
 from m2forge.pipelines.swe.toolchains.table import detect
+from m2forge.tasks.folders.suite_tests import PASSED, parse
 from tests.pipelines.swe import projects
 
 PACKAGE = '[package]\nname = "sums"\n'
@@ -57,3 +63,24 @@ def test_crates_of_others_must_be_vendored() -> None:
     config = '[source.crates-io]\nreplace-with = "vendored-sources"\n'
     vendored = projects.release({**needs, ".cargo/config.toml": config})
     assert Rust().environment(vendored, "1.63", (), NO_EDITS).toolchain == "rust"
+
+
+@pytest.mark.slow
+def test_programs_that_compile_run_beside_one_that_does_not(tmp_path: Path) -> None:
+    if any(shutil.which(name, path="/usr/bin") is None for name in ("cargo", "rustc", "cc")):
+        pytest.skip("/usr/bin has no cargo, rustc or cc")
+    files = {
+        "Cargo.toml": PACKAGE + 'version = "0.1.0"\nedition = "2021"\n',
+        "src/lib.rs": "pub fn one() -> i32 {\n    1\n}\n",
+        "tests/bad.rs": "#[test]\nfn two() {\n    sums::two();\n}\n",
+        "tests/good.rs": "#[test]\nfn one() {\n    assert_eq!(sums::one(), 1);\n}\n",
+    }
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    command, report = Rust().command(Rust().targets(projects.release(files).tree)), tmp_path / "report"
+    env = {**os.environ, "PATH": "/usr/bin:/bin", "TEST_REPORT": str(report), "CARGO_HOME": str(tmp_path / "home")}
+    subprocess.run(command, cwd=tmp_path, env=env, check=False)
+    found = parse("libtest", report.read_bytes(), ())
+    assert found.tests == {"tests/good.rs::one": PASSED}
+    assert "cannot find function `two`" in found.messages["tests/bad.rs"]
