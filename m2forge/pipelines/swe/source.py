@@ -5,8 +5,7 @@
     pull requests  JSON Lines of a dump, over a local clone that has the commits
     debian       two source packages (.dsc with its archives, local)
 
-Nothing of a project runs here: archives are read in memory, links and devices in them are left out, and an archive
-that unpacks to more than its limit is refused.
+Nothing of a project runs here: archives are read in memory (`archive`).
 """
 
 import hashlib
@@ -15,11 +14,9 @@ import json
 import os
 import re
 import subprocess
-import tarfile
 import urllib.error
 import urllib.parse
 import urllib.request
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -27,13 +24,12 @@ from m2forge.compiled import cache_folder
 from m2forge.errors import DataError, NotFoundError
 from m2forge.files import write_atomic
 from m2forge.pipelines.stage import Rejection
+from m2forge.pipelines.swe.archive import MAX_TREE_BYTES, MAX_TREE_FILES, check_paths, read_files
 from m2forge.pipelines.swe.candidate import Candidate, Text, make_candidate
 from m2forge.pipelines.swe.tree import METADATA, Release, parse_metadata
 from m2forge.tasks.folders.folder import FileKind, FolderFile
 
 INDEX = "https://pypi.org/simple"
-MAX_TREE_BYTES = 128 << 20
-MAX_TREE_FILES = 20_000
 MAX_ARCHIVE_BYTES = 64 << 20
 DOWNLOAD_S = 120.0
 _FOREIGN = frozenset({"site-packages", "node_modules", "__pycache__"})
@@ -45,18 +41,7 @@ _FOREIGN = frozenset({"site-packages", "node_modules", "__pycache__"})
 
 def read_archive(path: Path) -> Release:
     """The tree of an sdist or another source archive, without its one top folder."""
-    files: dict[str, FolderFile] = {}
-    try:
-        for name, content, is_executable in _members(path):
-            inside = name.partition("/")[2]
-            if inside and ".." not in inside.split("/") and ".git" not in inside.split("/"):
-                files[inside] = FolderFile(content, FileKind.EXECUTABLE if is_executable else FileKind.FILE)
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{path}: cannot be unpacked: {error}") from error
-    if not files:
-        raise DataError(f"{path}: holds no file in a top folder; expected a source archive")
+    files = read_files(path)
     metadata = files.get(METADATA, FolderFile(b"")).content.decode(errors="replace")
     tree = {name: file for name, file in files.items() if not _is_generated(name)}
     return Release(tree, metadata, parse_metadata(metadata).get("Version", ""))
@@ -66,30 +51,6 @@ def _is_generated(path: str) -> bool:
     parts = path.split("/")
     is_foreign = any(part.endswith(".egg-info") or part in _FOREIGN for part in parts)
     return is_foreign or path == METADATA or bool(re.match(r"docs?/_?build/", path))
-
-
-def _members(path: Path) -> Iterator[tuple[str, bytes, bool]]:
-    num_files = num_bytes = 0
-
-    def count(size: int) -> None:
-        nonlocal num_files, num_bytes
-        num_files, num_bytes = num_files + 1, num_bytes + size
-        if num_files > MAX_TREE_FILES or num_bytes > MAX_TREE_BYTES:
-            raise DataError(f"{path}: unpacks to over {MAX_TREE_FILES} files or {MAX_TREE_BYTES} bytes")
-
-    if path.suffix == ".zip":
-        with zipfile.ZipFile(path) as archive:
-            for info in archive.infolist():
-                if not info.is_dir():
-                    count(info.file_size)
-                    with archive.open(info) as file:
-                        yield info.filename, file.read(info.file_size + 1), bool(info.external_attr >> 16 & 0o100)
-        return
-    with tarfile.open(path, "r|*") as tar:
-        for member in tar:
-            if member.isfile() and (opened := tar.extractfile(member)) is not None:
-                count(member.size)
-                yield member.name.removeprefix("./"), opened.read(), bool(member.mode & 0o100)
 
 
 # -- sdists -----------------------------------------------------------------------------------------------------------
@@ -184,11 +145,13 @@ class Clone:
 
     def _tree(self, commit: str) -> dict[str, FolderFile]:
         """Regular files by path. Not by `git archive`, from which attributes leave files out, often the tests."""
-        listed = [line.partition(b"\t") for line in self._git("ls-tree", "-rz", commit).split(b"\0") if line]
+        listed = [line.partition(b"\t") for line in self._git("ls-tree", "-rlz", commit).split(b"\0") if line]
         entries = [(head.decode().split(), os.fsdecode(path)) for head, _, path in listed]
-        files = [(mode, blob, path) for (mode, kind, blob), path in entries if kind == "blob" and mode != "120000"]
-        if len(files) > MAX_TREE_FILES:
-            raise DataError(f"{self.path}: {commit[:12]} has over {MAX_TREE_FILES} files")
+        found = [(fields, path) for fields, path in entries if fields[1] == "blob" and fields[0] != "120000"]
+        if len(found) > MAX_TREE_FILES or sum(int(fields[3]) for fields, _ in found) > MAX_TREE_BYTES:
+            raise DataError(f"{self.path}: {commit[:12]} has over {MAX_TREE_FILES} files or {MAX_TREE_BYTES} bytes")
+        check_paths(self.path, (path for _, path in found))
+        files = [(mode, blob, path) for (mode, _, blob, _), path in found]
         asked = "".join(f"{blob}\n" for _, blob, _ in files)
         data, start, tree = self._git("cat-file", "--batch", stdin=asked.encode()), 0, {}
         for mode, _, path in files:
@@ -203,7 +166,8 @@ class Clone:
         command = ["git", "-c", "safe.directory=*", "-c", "core.fsmonitor=", "-C", str(self.path), *arguments]
         done = subprocess.run(command, capture_output=True, input=stdin)
         if done.returncode:
-            raise DataError(f"{self.path}: git {arguments[0]}: {done.stderr.decode(errors='replace').strip()[-300:]}")
+            problem = " ".join(done.stderr.decode(errors="replace").split())
+            raise DataError(f"{self.path}: git {arguments[0]}: {problem[:300]}")
         return done.stdout
 
 

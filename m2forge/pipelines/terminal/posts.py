@@ -29,9 +29,10 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterator
+from io import BufferedReader
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import cast
 from xml.parsers import expat
 
 from m2forge.errors import DataError, NotFoundError
@@ -64,7 +65,8 @@ def read_rows(path: Path) -> Iterator[Row]:
         while True:
             problem: Exception | None = None
             try:
-                chunk = file.read(CHUNK_BYTES)
+                # Not `read`, which loses what it has unpacked before a cut.
+                chunk = file.read1(CHUNK_BYTES)
                 parser.Parse(chunk, not chunk)
             except (expat.ExpatError, EOFError, OSError, lzma.LZMAError) as error:
                 problem, chunk = error, b""
@@ -77,17 +79,17 @@ def read_rows(path: Path) -> Iterator[Row]:
                 return
 
 
-def _open(path: Path) -> BinaryIO:
+def _open(path: Path) -> BufferedReader:
     if path.suffix == ".7z":
         raise DataError(f"{path}: 7z archives are not read; unpack Posts.xml first")
     try:
         match path.suffix:
             case ".gz":
-                return cast("BinaryIO", gzip.open(path, "rb"))
+                return cast("BufferedReader", gzip.open(path, "rb"))
             case ".bz2":
-                return cast("BinaryIO", bz2.open(path, "rb"))
+                return cast("BufferedReader", bz2.open(path, "rb"))
             case ".xz":
-                return cast("BinaryIO", lzma.open(path, "rb"))
+                return cast("BufferedReader", lzma.open(path, "rb"))
         return path.open("rb")
     except FileNotFoundError as error:
         raise NotFoundError(f"{path}: no such file; expected Posts.xml of a dump") from error
