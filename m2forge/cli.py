@@ -242,8 +242,11 @@ def command_image(args: argparse.Namespace) -> None:
     from m2forge.sandbox.image import DIGEST, ImageStore
 
     store, names = ImageStore(), list(args.names)
-    if (args.action == "list") == bool(names) or (args.action == "build" and len(names) < 2):
-        raise ConfigError("image: expected `build NAME SOURCE…`, `list`, or `rm NAME…`; see m2forge image --help")
+    num_wanted = {"build": range(2, 1 << 20), "list": range(1), "rm": range(1, 1 << 20), "prune": range(1 << 20)}
+    if len(names) not in num_wanted[args.action]:
+        raise ConfigError(
+            "image: expected `build NAME SOURCE…`, `list`, `rm NAME…`, or `prune [FOLDER…]`; see m2forge image --help"
+        )
     match args.action:
         case "build":
             built = store.build(names[0], names[1:])
@@ -255,6 +258,13 @@ def command_image(args: argparse.Namespace) -> None:
         case "rm":
             for name in names:
                 print(f"removed {store.remove(name).name}")
+        case "prune":
+            from m2forge.tasks.folders.folder import read_folders
+            from m2forge.tasks.folders.task_image import BUILT, built_names
+
+            folders = [folder for name in names for folder in read_folders(Path(name))[0]]
+            kept = {name for folder in folders for name in built_names(folder.path)}
+            print(f"removed {len(store.prune(BUILT, kept))} images that were built for task folders")
 
 
 def command_serve(args: argparse.Namespace) -> None:
@@ -483,7 +493,12 @@ def _add_init(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_image(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=("build", "list", "rm"), help="build NAME SOURCE…, list, or rm NAME…")
+    parser.add_argument(
+        "action",
+        choices=("build", "list", "rm", "prune"),
+        help="build NAME SOURCE…, list, rm NAME…, or prune [FOLDER…]: remove what was built for task folders, except "
+        "for these",
+    )
     parser.add_argument(
         "names",
         nargs="*",

@@ -3,8 +3,9 @@
     images/layers/DIGEST/           the files of one layer; DIGEST is that of the tar, or of the folder's entries
     images/names/NAME.json          an image: its layers, the lowest first, and where it comes from
 
-A layer is unpacked under a temporary name and renamed, so it is complete or not there. A process that uses a layer
-holds a shared lock on it; `remove` refuses to take it away.
+A layer is unpacked under a temporary name and renamed, so it is complete or not there. The process that unpacks holds a
+lock on that folder; one without is left by a killed process and removed. A process that uses a layer holds a shared
+lock on it; `remove` refuses to take it away.
 
 The image `host` shows this machine's system folders, read-only. Its /etc is its own, with the index of libraries, the
 certificates and nothing else of the machine's; no home and no folder that keeps keys is visible.
@@ -23,7 +24,7 @@ import tarfile
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -42,6 +43,7 @@ MAX_ENTRIES = 2_000_000
 MAX_RATIO = 100.0
 """An archive may unpack to this many times its own size, and to `MIN_BYTES` whatever its size."""
 MIN_BYTES = 1 << 30
+PARTIAL = ".partial-"
 WHITEOUT, OPAQUE = b".wh.", b".wh..wh..opq"
 """Names by which a layer's tar hides files of the layers below."""
 _SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr")
@@ -53,6 +55,10 @@ _FILES = {
     "etc/hosts": "127.0.0.1 localhost\n::1 localhost\n",
     "etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
 }
+
+
+class ImageInUseError(DataError):
+    """A process uses a layer that would be removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +187,10 @@ class ImageStore:
                 found = self.find(source)
                 digests += found.digests
                 env |= dict(found.env)
-        return self._name(StoredImage(name, tuple(digests), " ".join(sources), time.time(), tuple(env.items())))
+        with self._locked(fcntl.LOCK_SH):
+            if lost := [digest for digest in digests if not (self._layers / digest).is_dir()]:
+                raise DataError(f"image: the layer {lost[0]} of {name} was removed meanwhile; build it again")
+            return self._name(StoredImage(name, tuple(digests), " ".join(sources), time.time(), tuple(env.items())))
 
     def store_layers(
         self, name: str, layers: Sequence[Path], source: str, below: StoredImage | None = None
@@ -190,18 +199,27 @@ class ImageStore:
         `below`: an image whose layers are the lowest of this one too."""
         digests = [] if below is None else list(below.digests)
         self._layers.mkdir(parents=True, exist_ok=True)
-        for layer in layers:
-            digest = hashlib.sha256()
-            write_tree(layer, digest.update)
-            target = self._layers / digest.hexdigest()
-            if not target.is_dir():
-                with contextlib.suppress(OSError):
-                    layer.rename(target)  # Another process may have been faster.
-            remove_tree(layer)
-            if not target.is_dir():
-                raise DataError(f"{target}: the layer could not be stored")
-            digests.append(target.name)
-        return self._name(StoredImage(name, tuple(digests), source, time.time()))
+        with self._locked(fcntl.LOCK_SH):
+            for layer in layers:
+                digest = hashlib.sha256()
+                write_tree(layer, digest.update)
+                target = self._layers / digest.hexdigest()
+                if not target.is_dir():
+                    with contextlib.suppress(OSError):
+                        layer.rename(target)  # Another process may have been faster.
+                remove_tree(layer)
+                if not target.is_dir():
+                    raise DataError(f"{target}: the layer could not be stored")
+                digests.append(target.name)
+            return self._name(StoredImage(name, tuple(digests), source, time.time()))
+
+    @contextlib.contextmanager
+    def _locked(self, kind: int) -> Iterator[None]:
+        """Naming layers takes a shared lock, removing some an exclusive one: no image has a layer that was removed."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "lock").open("a") as file:
+            fcntl.flock(file, kind)
+            yield
 
     def _name(self, image: StoredImage) -> StoredImage:
         record = {"layers": list(image.digests), "source": image.source, "created_s": image.created_s}
@@ -231,13 +249,25 @@ class ImageStore:
 
     def remove(self, reference: str) -> StoredImage:
         """Remove an image, and its layers that no other image has."""
-        image = self.find(reference)
+        with self._locked(fcntl.LOCK_EX):
+            return self._remove(self.find(reference))
+
+    def prune(self, prefixes: tuple[str, ...], kept: Collection[str]) -> list[StoredImage]:
+        """Remove the images whose names begin with one of the prefixes, except those that are kept or in use."""
+        removed = []
+        for image in self.images():
+            if image.name.startswith(prefixes) and image.name not in kept:
+                with contextlib.suppress(ImageInUseError):
+                    removed.append(self.remove(image.name))
+        return removed
+
+    def _remove(self, image: StoredImage) -> StoredImage:
         others = {digest for other in self.images() if other.name != image.name for digest in other.digests}
         layers = [self._layers / digest for digest in dict.fromkeys(image.digests) if digest not in others]
         with contextlib.ExitStack() as locks:
             for layer in layers:
                 if layer.is_dir() and not locks.enter_context(_lock(layer, fcntl.LOCK_EX)):
-                    raise DataError(f"image: {image.name} is in use by a sandbox; close it first")
+                    raise ImageInUseError(f"image: {image.name} is in use by a sandbox; close it first")
             self._path(image.name).unlink(missing_ok=True)
             for layer in layers:
                 remove_tree(layer)
@@ -296,9 +326,7 @@ class ImageStore:
         if target.is_dir():
             return digest
         self._layers.mkdir(parents=True, exist_ok=True)
-        self._remove_abandoned()
-        partial = Path(tempfile.mkdtemp(prefix=f".partial-{os.getpid()}-", dir=self._layers))
-        try:
+        with self._partial() as partial:
             with TreeWriter(partial, max_bytes, MAX_ENTRIES, id_base()) as writer:
                 for entry, content in entries:
                     writer.add(entry, content)
@@ -307,17 +335,36 @@ class ImageStore:
                 os.chown(partial, ID_BASE, ID_BASE)
             with contextlib.suppress(FileExistsError, OSError):
                 partial.rename(target)  # Another process may have been faster.
-        finally:
-            remove_tree(partial)
         if not target.is_dir():
             raise DataError(f"{target}: the layer could not be stored")
         return digest
 
-    def _remove_abandoned(self) -> None:
-        """Remove the half-written layers of killed processes."""
-        for left in self._layers.glob(".partial-*"):
-            if not Path("/proc", left.name.split("-")[1]).exists():
-                remove_tree(left)
+    @contextlib.contextmanager
+    def _partial(self) -> Iterator[Path]:
+        """A folder to unpack a layer in, locked meanwhile. Those without a lock, of killed processes, are removed."""
+        with self._locked(fcntl.LOCK_EX):  # A folder without its lock yet must not look abandoned.
+            for left in self._layers.glob(f"{PARTIAL}*"):
+                with contextlib.suppress(OSError), _locked_folder(left):
+                    remove_tree(left)
+            folder = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=self._layers))
+            lock = contextlib.ExitStack()
+            lock.enter_context(_locked_folder(folder))
+        with lock:
+            try:
+                yield folder
+            finally:
+                remove_tree(folder)
+
+
+@contextlib.contextmanager
+def _locked_folder(folder: Path) -> Iterator[None]:
+    """Raises BlockingIOError if another process has the lock, which the kernel releases when a process ends."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @functools.cache

@@ -98,13 +98,38 @@ def test_archive_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_killed_build_leaves_no_layer(tmp_path: Path) -> None:
     layers = tmp_path / "images" / "layers"
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    (layers / f".partial-{dead.pid}-x" / "half").mkdir(parents=True)
-    (layers / f".partial-{os.getppid()}-y").mkdir()
+    # The number of a living process says nothing: it may be another one's by now.
+    (layers / f".partial-{os.getppid()}-x" / "half").mkdir(parents=True)
+    (layers / ".partial-y").mkdir()
+    lock = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); print(); input()"
+    command = [sys.executable, "-c", lock, str(layers / ".partial-y")]
     (tmp_path / "folder").mkdir()
-    built = ImageStore(tmp_path / "images").build("mine", [str(tmp_path / "folder")])
-    assert sorted(path.name for path in layers.iterdir()) == [f".partial-{os.getppid()}-y", built.digest]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        built = ImageStore(tmp_path / "images").build("mine", [str(tmp_path / "folder")])
+        assert sorted(path.name for path in layers.iterdir()) == [".partial-y", built.digest]
+        writer.kill()
+    (tmp_path / "folder" / "x").write_text("x")
+    other = ImageStore(tmp_path / "images").build("other", [str(tmp_path / "folder")])
+    assert {path.name for path in layers.iterdir()} == {built.digest, other.digest}
+
+
+def test_an_image_never_has_a_layer_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ImageStore(tmp_path / "images")
+    (tmp_path / "folder").mkdir()
+    store.build("first", [str(tmp_path / "folder")])
+    add_folder = ImageStore._add_folder
+
+    def add_then_lose(self: ImageStore, folder: Path) -> str:
+        digest = add_folder(self, folder)
+        self.remove("first")
+        return digest
+
+    monkeypatch.setattr(ImageStore, "_add_folder", add_then_lose)
+    with pytest.raises(DataError, match="was removed meanwhile; build it again"):
+        store.build("second", [str(tmp_path / "folder")])
+    assert store.images() == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")

@@ -316,6 +316,22 @@ def _shared_digest(
     return digest.hexdigest()[:24]
 
 
+BUILT = ("task-", "podman-")
+"""How names of images begin that were built for a folder; they are built again when they are missing."""
+
+
+def built_names(folder: Path) -> set[str]:
+    """All names under which images of a task folder may be stored, whatever their base: its environment's, and those of
+    its verifiers."""
+    store = ImageStore()
+    bases = [HOST, *(image.name for image in store.images() if not image.name.startswith(BUILT))]
+    contexts = [path.parent for path in folder.rglob("Dockerfile")]
+    by_podman = [f"podman-{_digest(context, '', store)}" for context in contexts]
+    over = [(context, base) for context in (None, *contexts) for base in bases]
+    over += [(None, base) for base in by_podman]
+    return {*by_podman, *(f"task-{_digest(context, base, store)}" for context, base in over)}
+
+
 def _known(store: ImageStore, name: str, base_image: str | None) -> str:
     """The name of the image in the store, with or without its digest."""
     for candidate in (name, name.partition("@")[0]):

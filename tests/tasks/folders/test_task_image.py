@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from m2forge.cli import main
 from m2forge.errors import DataError
 from m2forge.protocols import Command, Sandbox
 from m2forge.sandbox.channel import program
@@ -13,6 +14,7 @@ from m2forge.sandbox.config import SandboxConfig
 from m2forge.sandbox.image import ImageStore
 from m2forge.sandbox.namespace import run_folder
 from m2forge.tasks.folders import task_image as module
+from m2forge.tasks.folders.folder import new_folder
 from m2forge.tasks.folders.task_image import Copy, NeedsRuntimeError, Run, TaskImage, read_dockerfile, task_image
 from tests.sandbox.places import require, use
 
@@ -124,3 +126,24 @@ def test_an_image_of_shared_layers_has_the_same_files(tmp_path: Path, monkeypatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "plain"))
     assert shown(built(tmp_path / "2", "x", "one"), command) == shared
     assert "testbed/both" in shared
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_store")
+def test_prune_removes_what_was_built_for_other_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "files").mkdir()
+    ImageStore().build("mine", [str(tmp_path / "files")])
+    names = list[str]()
+    for name in ("kept", "used", "gone"):
+        files = {"instruction.md": "Do it.", "tests/test.sh": "true", "environment/Dockerfile": "FROM a\nCOPY x /\n"}
+        new_folder(tmp_path / name, {"version": "1.0"}, {**files, "environment/x": name})
+        image = asyncio.run(task_image(tmp_path / name / "environment", None, SandboxConfig(), "host"))
+        names += image.layers
+    ImageStore().resolve(names[1])
+    assert main(["image", "prune", str(tmp_path / "kept")]) == 0
+    assert capsys.readouterr().out == "removed 1 images that were built for task folders\n"
+    assert {image.name for image in ImageStore().images()} == {"mine", *names[:2]}
+    # It is built again.
+    again = asyncio.run(task_image(tmp_path / "gone" / "environment", None, SandboxConfig(), "host"))
+    assert again.layers == (names[2],)
+    assert ImageStore().has(names[2])
