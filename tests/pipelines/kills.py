@@ -27,18 +27,20 @@ def files_of(run_dir: Path) -> dict[str, tuple[int, bytes]]:
 
 def check_kills(config: Path, whole: Path, endpoint: Endpoint, folder: Path, seed: int) -> None:
     """`whole`: the directory of the run that was never killed. `endpoint` responds by a function of the request."""
-    rng, run_dir, total = random.Random(seed), folder / whole.name, _num_outcomes(whole)
+    rng, run_dir, total = random.Random(seed), folder / whole.name, _num_rows(whole, "outcome")
     command = [sys.executable, "-m", "m2forge", "pipeline", str(config), "--runs", str(folder)]
     before = Counter[str]()
-    for wanted in sorted(rng.choices(range(1, total), k=NUM_KILLS)):
-        _kill(command, run_dir, wanted, rng.random(), _env(folder))
+    # The first kill hits the item for which the first completion was stored; the others come at any outcome.
+    moments = [("completion", 1), *(("outcome", rng.randrange(1, total)) for _ in range(NUM_KILLS - 1))]
+    for table, num_rows in sorted(moments):
+        _kill(command, run_dir, table, num_rows, rng.random() / 4, _env(folder))
         before = _stored(run_dir)
         endpoint.requests.clear()
     assert main(command[3:]) == 0
     asked = Counter(_conversation(request) for request in endpoint.requests)
     assert asked == _stored(run_dir) - before
     assert _stored(run_dir) == _stored(whole)
-    assert _num_outcomes(run_dir) == total
+    assert _num_rows(run_dir, "outcome") == total
     assert files_of(run_dir) == files_of(whole)
 
 
@@ -55,10 +57,10 @@ def _env(folder: Path) -> dict[str, str]:
     return {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
 
 
-def _kill(command: list[str], run_dir: Path, wanted: int, delay_s: float, env: dict[str, str]) -> None:
-    """Start the command and kill it `delay_s` after it has `wanted` outcomes."""
+def _kill(command: list[str], run_dir: Path, table: str, num_rows: int, delay_s: float, env: dict[str, str]) -> None:
+    """Start the command and kill it `delay_s` after a table of its store has as many rows."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
-    while _num_outcomes(run_dir) < wanted and process.poll() is None:
+    while _num_rows(run_dir, table) < num_rows and process.poll() is None:
         time.sleep(POLL_S)
     time.sleep(delay_s)
     process.kill()
@@ -73,8 +75,8 @@ def _rows(run_dir: Path, query: str) -> list[tuple[Any, ...]]:
         return []
 
 
-def _num_outcomes(run_dir: Path) -> int:
-    return sum(number for (number,) in _rows(run_dir, "SELECT COUNT(*) FROM outcome"))
+def _num_rows(run_dir: Path, table: str) -> int:
+    return sum(number for (number,) in _rows(run_dir, f"SELECT COUNT(*) FROM {table}"))
 
 
 def _stored(run_dir: Path) -> Counter[str]:

@@ -115,6 +115,18 @@ def test_a_killed_build_leaves_no_layer(tmp_path: Path) -> None:
     assert {path.name for path in layers.iterdir()} == {built.digest, other.digest}
 
 
+def test_a_layer_that_is_being_written_stays(tmp_path: Path) -> None:
+    store = ImageStore(tmp_path / "images")
+    (tmp_path / "folder").mkdir()
+    store.build("mine", [str(tmp_path / "folder")])
+    with store._partial() as partial:
+        (partial / "half").write_text("x")
+        (tmp_path / "folder" / "x").write_text("x")
+        store.build("other", [str(tmp_path / "folder")])
+        assert (partial / "half").exists()
+    assert not partial.exists()
+
+
 def test_an_image_never_has_a_layer_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = ImageStore(tmp_path / "images")
     (tmp_path / "folder").mkdir()
