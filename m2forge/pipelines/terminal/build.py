@@ -8,8 +8,8 @@ A candidate is accepted if, in fresh sandboxes,
 
     it succeeds        on the question's own samples, on the fixture of the task and on a second one
     it has an effect   files change, or it prints something; doing nothing has none
-    it is repeatable   two runs on the fixture of the task leave the same files and print the same
-    it depends on its files   what it prints differs on both generated fixtures
+    it is repeatable   two runs on the fixture of the task, made at other times, leave the same files and print the same
+    it depends on its files   what it prints differs on both generated fixtures, or on a model's and without files
 
 If a candidate changes files, the final state is the result, and steps of the answer that change nothing are dropped;
 otherwise its output is.
@@ -251,7 +251,8 @@ class Build(Stage):
             added = [Operand(path, Role.FILE) for path in missing]
             candidate = replace(candidate, operands=[*candidate.operands, *added])
         check(proven)
-        again = self._run(candidate, question, fixture.TASK, context)
+        made = fixture.at_another_time(candidate.fixture(question, fixture.TASK))
+        again = context.run(execute(made, candidate.script, self._sandbox, self._config.timeout_s))
         if not same(again, proven.task, is_ordered(candidate)):
             raise Unusable("not repeatable", script=candidate.script)
         return proven
@@ -304,7 +305,12 @@ class Build(Stage):
             raise Unusable("the model's repair cannot be read", reply=completion.content[:500]) from error
         for reason, evidence in refusals(read_commands(made), made, functions(made)):
             raise Unusable(reason, found=evidence, script=made)
-        return self._try(script, question, context, own_fixture=made)
+        proven = self._try(script, question, context, own_fixture=made)
+        if not proven.task.changes and any(one.role is not Role.OUTPUT for one in proven.candidate.operands):
+            bare = context.run(execute(":", proven.candidate.script, self._sandbox, self._config.timeout_s))
+            if bare.stdout == proven.task.stdout:
+                raise Unusable("result does not depend on the files", script=script)
+        return proven
 
 
 def check(proven: Proven) -> None:

@@ -25,6 +25,10 @@ _OLD, _NEW = "2001-02-03 04:05:06 UTC", "2037-01-02 03:04:05 UTC"
 """Times of files that tests of age see as old and as new, whenever they run."""
 _TIME = "2020-01-02 03:04:05 UTC"
 """Time of all other files."""
+_WRITTEN = (
+    "find . -mindepth 1 -not -path '*/.git/*' -newermt '-1 day' -not -newermt '+1 day' -exec touch -h -d '{}' {{}} +"
+)
+"""Gives a time to the files that the fixture has written and whose time is still that."""
 _FILE_MODES = ("0777", "0666", "0600", "0755", "0644", "0640")
 _LITERAL = re.compile(r"[A-Za-z][\w=@-]{2,}(?:[ .:][A-Za-z][\w=@-]+)*")
 _LONG, _SHORT = 260, 40
@@ -54,8 +58,7 @@ class _Files:
             target = shlex.quote(f"./{path}" if path.startswith("-") else path)
             lines.append(f"cat > {target} <<'{_DELIMITER}'\n{content}{end}{_DELIMITER}")
         # Programs such as diff print the times of files.
-        lines.append(f"find . -mindepth 1 -exec touch -h -d '{_TIME}' {{}} +")
-        return "\n".join([*lines, *self.after]) + "\n"
+        return "\n".join([*lines, *self.after, _WRITTEN.format(_TIME)]) + "\n"
 
 
 def _parents(path: str) -> list[str]:
@@ -73,6 +76,11 @@ class Request:
     shown: Shown
     question: str
     """All text of the question."""
+
+
+def at_another_time(made: str) -> str:
+    """A fixture whose files have other times, where it says none: as if it had run at another time."""
+    return f"{made}\n{_WRITTEN.format('2010-06-07 08:09:10 UTC')}\n"
 
 
 def build(request: Request, kind: int) -> str:
@@ -300,7 +308,7 @@ class _Builder:
         listed = " ".join(shlex.quote(name) for name in dict.fromkeys(names))
         if folder := posixpath.dirname(path):
             lines.append(f"mkdir -p -- {shlex.quote(folder)}")
-        lines.append(f"tar -C .pack -c{letter}f {shlex.quote(path)} {listed}")
+        lines.append(f"tar -C .pack --mtime='{_TIME}' -c{letter}f {shlex.quote(path)} {listed}")
         self._files.after += [*lines, "rm -r .pack"]
 
     def _repository(self) -> str:

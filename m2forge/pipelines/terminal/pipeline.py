@@ -2,8 +2,8 @@
 
     posts ─▶ gate ─▶ extract ─▶ grade ─▶ build ─▶ prove ─▶ select ─▶ write
 
-`build` runs the answer on fixtures; `prove` runs the folder as any other: its solution must have perf 1, doing nothing
-perf 0, each twice. `select` measures a reference solver where one is configured, and else takes the configured hints.
+`build` runs the answer on fixtures; `prove` runs the folder as any other: its solution must have perf 1 twice, doing
+nothing perf 0. `select` measures a reference solver where one is configured, and else takes the configured hints.
 
 The gates on a question's text, and its grade:
 

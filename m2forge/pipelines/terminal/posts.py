@@ -132,9 +132,12 @@ class PostsSource(Source):
                         if (rejection := self._refused(row)) is not None:
                             yield rejection
                             continue
+                        if (wanted := row["AcceptedAnswerId"]) in waiting:
+                            yield Rejection("answer of another question", {"answer": wanted}, id=row["Id"])
+                            continue
                         data = marshal.dumps(row)
                         spool.write(data)
-                        waiting[row["AcceptedAnswerId"]] = row["Id"], position, len(data)
+                        waiting[wanted] = row["Id"], position, len(data)
                         position += len(data)
                     case "2" if (found := waiting.pop(row.get("Id", ""), None)) is not None:
                         spool.flush()
@@ -147,6 +150,8 @@ class PostsSource(Source):
     def _refused(self, row: Row) -> Rejection | None:
         """The gates on attributes alone, so that most rows of a dump are never stored."""
         id, config = row.get("Id", ""), self._config
+        if not id:
+            return Rejection("no id", {"title": row.get("Title", "")})
         if "AcceptedAnswerId" not in row:
             return Rejection("no accepted answer", {"answers": row.get("AnswerCount", "0")}, id=id)
         score = _integer(row.get("Score"))
@@ -169,7 +174,7 @@ def question_item(question: Row, answer: Row) -> Item:
             "question": question.get("Body", ""),
             "answer": answer.get("Body", ""),
             "answer_id": answer["Id"],
-            "licence": question.get("ContentLicense", "unknown"),
+            "licence": " and ".join(dict.fromkeys(row.get("ContentLicense", "unknown") for row in (question, answer))),
             "authors": [_author(question), _author(answer)],
         },
     )
@@ -296,7 +301,9 @@ class InterCodeSource(Source):
             records = json.loads(texts[0])
         except ValueError as error:
             raise DataError(f"{self._path}: {QUERIES} is not JSON: {error}") from error
-        for number, record in enumerate(records if isinstance(records, list) else []):
+        if not isinstance(records, list):
+            raise DataError(f"{self._path}: {QUERIES}: expected a list of queries, received {str(records)[:100]}")
+        for number, record in enumerate(records):
             match record:
                 case {"query": str(query), "gold": str(gold)}:
                     inside = gold.replace("/testbed", "testbed")

@@ -31,7 +31,7 @@ from m2forge.pipelines.terminal import programs, state
 from m2forge.pipelines.terminal.answer import is_commands, without_prompts
 from m2forge.pipelines.terminal.build import ENV, OUTPUT, WORKSPACE
 from m2forge.pipelines.terminal.markup import Block, markdown, read_blocks
-from m2forge.pipelines.terminal.shell import read_commands
+from m2forge.pipelines.terminal.shell import SimpleCommand, read_commands
 from m2forge.tasks.folders.folder import CONFIG_NAME, INSTRUCTION_NAME, FileKind, FolderFile
 from m2forge.tasks.folders.task_toml import SCHEMA_VERSIONS
 
@@ -177,14 +177,19 @@ def _hint(script: str, hints: int) -> str:
     names: dict[str, list[str]] = {}
     for command in read_commands(script):
         if command.program and command.program not in ("for", "done", "cd"):
-            options = [text for text in command.texts if re.fullmatch(r"--?[a-zA-Z][\w-]*(=.*)?", text)]
-            names.setdefault(command.program, []).extend(option.partition("=")[0] for option in options)
+            names.setdefault(command.program, []).extend(_options(command))
     if not names:
         return ""
     if hints < FLAGS:
         return "A solution uses " + ", ".join(f"`{name}`" for name in names) + "."
     shown = [" ".join([name, *dict.fromkeys(options)]) for name, options in names.items()]
     return "A solution uses " + ", ".join(f"`{one}`" for one in shown) + "."
+
+
+def _options(command: SimpleCommand) -> list[str]:
+    """The options of a command, without their values: `-k` of `-k2,2n`, `-rn` as it is."""
+    found = [re.match(r"--[a-zA-Z][\w-]*|-[a-zA-Z]+(?=$)|-[a-zA-Z]|-\d+$", text) for text in command.texts]
+    return [match[0] for match in found if match]
 
 
 def _title(title: str, hints: int) -> str:
@@ -199,7 +204,9 @@ def _reduced(block: Block, hints: int, used: Collection[str]) -> Block:
     if hints >= FLAGS:
         return block
     if block.is_code:
-        return Block("", True) if hints < COMMANDS and _runs(without_prompts(block.text), used) else block
+        script = without_prompts(block.text)
+        is_hint = _runs(script, used) and (hints < COMMANDS or any(map(_options, read_commands(script))))
+        return Block("", True) if is_hint else block
     if hints >= COMMANDS:
         return Block(_SPAN.sub(lambda span: f"`{span[1].split()[0]}`" if _runs(span[1], used) else span[0], block.text))
     chosen = list[str]()

@@ -70,5 +70,8 @@ def test_a_package_that_is_none_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no such file"):
         EgSource(tmp_path / "eg.tar.gz").fingerprint()
     (tmp_path / "x.whl").write_text("not a zip")
+    (tmp_path / "bash_queries.json").write_text('{"query": "x"}')
+    with pytest.raises(DataError, match="expected a list of queries"):
+        list(InterCodeSource(tmp_path / "bash_queries.json").read(NO_CONTEXT))
     with pytest.raises(DataError, match=r"holds no bash_queries\.json"):
         list(InterCodeSource(tmp_path / "x.whl").read(NO_CONTEXT))

@@ -16,6 +16,7 @@ from m2forge.pipelines.terminal.build import Build
 from m2forge.pipelines.terminal.config import SolverConfig, TerminalConfig
 from m2forge.pipelines.terminal.pipeline import Select, check_grade, extract
 from m2forge.pipelines.terminal.posts import PostsSource
+from m2forge.pipelines.terminal.task_folder import instructions, task_files
 from m2forge.tasks.folders.folder import read_folder
 from m2forge.tasks.folders.lint import lint
 from tests.pipelines.endpoint import completion, serving
@@ -152,6 +153,24 @@ def test_a_model_repairs_what_rules_cannot(tmp_path: Path) -> None:
     assert cast("list[dict[str, object]]", refused.evidence["tried"])[-1]["reason"] == "needs the network"
 
 
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("ls -l --time-style=+%Y sales.csv", "not repeatable"),
+        ("head -n 0 sales.csv; echo 42", "result does not depend on the files"),
+        ("sort sales.csv > sorted.csv", None),
+    ],
+)
+def test_a_models_repair_passes_the_same_gates(script: str, reason: str | None, tmp_path: Path) -> None:
+    """The first prints the year in which the fixture ran, the second what it would print without the file."""
+    item = question("101").adding(answer="<pre><code>sort sales.csv | frobnicate</code></pre>")
+    reply = json.dumps({"fixture": "printf 'b,1\\na,2\\n' > sales.csv", "script": script})
+    found = Build(config(repair_model="m", max_repairs=1)).process(item, context(tmp_path, reply))
+    assert isinstance(found, Item) == (reason is None)
+    if isinstance(found, Rejection):
+        assert cast("list[dict[str, object]]", found.evidence["tried"])[-1]["reason"] == reason
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Item:
     found = Build(config()).process(question("101"), context(tmp_path_factory.mktemp("built")))
@@ -165,7 +184,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Item:
         ("[ $((M2FORGE_ATTEMPT % 4)) = 1 ]", ["selected"]),
         ("true", ["too easy"]),
         ("grep -q '`awk`'", ["never solved", "never solved", "too easy"]),
-        ("false", ["never solved"] * 3),
+        ("false", ["never solved"] * 4),
     ],
 )
 def test_the_solvers_pass_rate_decides_on_the_variant(
@@ -181,6 +200,13 @@ def test_the_solvers_pass_rate_decides_on_the_variant(
     assert isinstance(found, Item) == (decisions[-1] == "selected")
     if isinstance(found, Rejection):
         assert found.reason == decisions[-1]
+
+
+def test_one_suite_verifies_all_variants(built: Item) -> None:
+    folders = [task_files(built.adding(instruction=text, hints=n)) for n, text in enumerate(instructions(built))]
+    assert len({folder["instruction.md"].content for folder in folders}) == 4
+    for folder in folders:
+        assert {name for name in folder if folder[name] != folders[0][name]} <= {"instruction.md", "task.toml"}
 
 
 def test_a_model_is_a_solver_too(built: Item, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_questions_are_joined_with_their_accepted_answers(tmp_path: Path) -> Non
     assert (first.id, second.id) == ("2", "1")
     assert (first.data["answer"], second.data["answer"]) == ("a10", "a12")
     assert second.data["question"] == "<p>q\n1"
-    assert second.data["licence"] == "CC BY-SA 4.0"
+    assert second.data["licence"] == "CC BY-SA 4.0 and unknown"
     assert second.data["authors"] == ["user 3", "Eve"]
 
 
@@ -56,6 +56,20 @@ def test_attributes_that_do_not_pass_are_rejected_with_evidence(tmp_path: Path) 
         ("accepted answer missing", "4", {"answer": "8"}),
     ]
     assert len(found) == 4
+
+
+def test_a_damaged_row_is_rejected_and_the_rest_goes_on(tmp_path: Path) -> None:
+    rows = [question(1, accepted=9), question(2, accepted=9), question(3, accepted=8).replace(' Id="3"', "")]
+    found = read(tmp_path, HEAD + "".join(rows) + answer(9, 1) + END)
+    reasons = [one.reason if isinstance(one, Rejection) else one.id for one in found]
+    assert reasons == ["answer of another question", "no id", "1"]
+
+
+def test_licences_of_question_and_answer_are_kept(tmp_path: Path) -> None:
+    other = answer(2, 1).replace(" />", ' ContentLicense="CC BY-SA 3.0" />')
+    (found,) = read(tmp_path, HEAD + question(1, accepted=2) + other + END)
+    assert isinstance(found, Item)
+    assert found.data["licence"] == "CC BY-SA 4.0 and CC BY-SA 3.0"
 
 
 @pytest.mark.parametrize("text", ["<bash><command-line>", "|bash|command-line|"])
