@@ -99,6 +99,17 @@ def test_repositories_are_compared_without_hashes_of_commits(tmp_path: Path) -> 
     assert state.state(str(tmp_path / "second"))[".git"] != found[0][".git"]
 
 
+def test_an_output_in_a_repository_is_no_change_of_it(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / "f").write_text("x")
+    entries = state.state(str(tmp_path)) | {"output.txt": {"kind": "file", "mode": "0644", "text": "f\n"}}
+    wanted = {"entries": entries, "optional": [], "output": "output.txt", "compares_modes": False, "is_ordered": True}
+    (tmp_path / "output.txt").write_text("f\n")
+    assert state.problems(wanted, state.state(str(tmp_path))) == []
+    subprocess.run(["git", "add", "f"], cwd=tmp_path, check=True)
+    assert state.problems(wanted, state.state(str(tmp_path))) == [".git: differs"]
+
+
 def test_the_program_prints_a_reward_without_this_package(tmp_path: Path) -> None:
     make(tmp_path / "w")
     (tmp_path / "expected.json").write_text(json.dumps(expected(tmp_path / "w")))
