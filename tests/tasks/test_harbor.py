@@ -7,18 +7,22 @@ import asyncio
 import json
 import os
 import subprocess
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from examples.table_tasks import questions, write_folders
 from m2forge import cli
+from m2forge.pipelines.terminal.task_folder import instructions, task_files
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.sandbox.image import ImageStore
 from m2forge.tasks.config import VerifyConfig
 from m2forge.tasks.folders.export import export
-from m2forge.tasks.folders.folder import find_folders
+from m2forge.tasks.folders.folder import find_folders, write_folder
 from m2forge.tasks.folders.trial import NOP, ORACLE, run_trials
 from tests.page.scene import Scene, make_chat_format
+from tests.pipelines.terminal.test_solver import TASK
 from tests.tasks.folders import machine_image
 
 PYTHON = os.environ.get("M2FORGE_HARBOR", "")
@@ -84,6 +88,21 @@ def test_harbor_reaches_our_verdicts(agent: str, wanted: float, folders: Path, i
     assert len(ours) == len(FAMILIES) * NUM_TASKS + 5
     assert set(ours.values()) == {wanted}, [trial.problem for trial in trials if trial.is_wrong]
     assert harbor_rewards(folders, agent, images, tmp_path) == ours
+
+
+def test_harbors_lint_finds_nothing_in_what_pipelines_write(tmp_path: Path) -> None:
+    """All rules; `benchmarks/folder_lint.py` lints whole runs."""
+    write_folders(tmp_path / "tables", [(question, "train") for question in islice(questions(5, 1)[1], 5)], 5)
+    for hints, text in enumerate(instructions(TASK)):
+        write_folder(tmp_path / f"terminal-{hints}", task_files(TASK.adding(instruction=text, hints=hints)))
+    paths = sorted(find_folders(tmp_path))
+    assert len(paths) == 5 + 4
+    command = [str(Path(PYTHON).with_name("harbor")), "lint", "--select", "ALL", "--json"]
+    done = subprocess.run([*command, *map(str, paths)], capture_output=True, text=True)
+    assert json.loads(done.stdout) == []
+    (paths[0] / "task.toml").write_text('schema_version = "1.4"\nunknown = 1\n')
+    done = subprocess.run([*command, str(paths[0])], capture_output=True, text=True)
+    assert "unknown-config-field" in {finding["rule"] for finding in json.loads(done.stdout)}
 
 
 def test_harbor_takes_every_trajectory(tmp_path: Path) -> None:
