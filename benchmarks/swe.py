@@ -1,13 +1,15 @@
 """The SWE pipeline without a model: release pairs that must become tasks or be refused, and the rate of injected bugs.
 
     pairs       consecutive sdists through all gates; F2P and P2P beside those that were seen by hand
+    debian      upstream archives of Debian's C and Node packages through all gates
     bugs        faults in a release through all gates, per hour on this machine's cores
     speed       comparisons of a workload with itself, and with one that does 1.5 times the work
     golden      solutions of the accepted tasks again and again: none may fail
 
     python benchmarks/swe.py [--quick] [--json] [--part pairs] [--golden NUM] [--runs DIR]
 
-Sdists and wheels are downloaded on first use. --quick: four of the pairs and a few bugs. --runs: the runs stay there,
+Sdists, wheels, archives and node modules are downloaded on first use. --quick: four of the pairs and a few bugs, and
+nothing of Debian unless --part names it. --runs: the runs stay there,
 and the same command resumes them; rates are right only without an interruption.
 """
 
@@ -24,8 +26,11 @@ from pathlib import Path
 
 from report import Bar, arguments, finish, print_table
 
+from m2forge.compiled import cache_folder
+from m2forge.errors import NotFoundError
 from m2forge.pipelines.config import PipelineConfig
 from m2forge.pipelines.run import STORE_FILE, run_pipeline
+from m2forge.pipelines.swe.source import download_pinned, package_version
 from m2forge.pipelines.swe.speed_tests import is_faster, measure
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.tasks.folders.folder import read_folders
@@ -61,6 +66,36 @@ REFUSED = {
 }
 QUICK = ("toolz 1.1.0 1.2.0", "iniconfig 2.3.0 2.3.1", "schema 0.7.5 0.7.7", "dominate 2.9.0 2.9.1")
 RELEASES = ("toolz 1.2.0", "xmltodict 1.0.4", "iniconfig 2.3.1", "uritemplate 4.2.0")
+DEBIAN = (
+    ("cjson_1.7.15.orig.tar.gz", "cjson_1.7.18.orig.tar.gz"),
+    ("cjson_1.7.18.orig.tar.gz", "cjson_1.7.19.orig.tar.gz"),
+    ("json-c_0.16.orig.tar.gz", "json-c_0.18+ds.orig.tar.xz"),
+    ("cmocka_1.1.5.orig.tar.xz", "cmocka_1.1.7.orig.tar.xz"),
+    ("libmd_1.0.4.orig.tar.xz", "libmd_1.1.0.orig.tar.xz"),
+    ("node-nock_13.2.9.orig.tar.gz", "node-nock_13.5.4.orig.tar.gz"),
+)
+"""Pairs of upstream archives in Debian's suites bookworm, trixie and forky. They were chosen by what their files say,
+before a test of any was run, and none was exchanged since: of some 250 packages, mostly libraries, of which the mirror
+had two upstream versions and whose Build-Depends name no library, those with a permissive licence and changes of source
+and tests. In C, at least two tests that CMake or automake lists and at most 1,200 changed lines of source, the five
+whose tests gain the most lines; and the only pair of Node without native code whose tests are mocha's, tape's or
+node's own."""
+DIGESTS = {
+    "cjson_1.7.15.orig.tar.gz": "5308fd4bd90cef7aa060558514de6a1a4a0819974a26e6ed13973c5f624c24b2",
+    "cjson_1.7.18.orig.tar.gz": "3aa806844a03442c00769b83e99970be70fbef03735ff898f4811dd03b9f5ee5",
+    "cjson_1.7.19.orig.tar.gz": "7fa616e3046edfa7a28a32d5f9eacfd23f92900fe1f8ccd988c1662f30454562",
+    "json-c_0.16.orig.tar.gz": "3ecaeedffd99a60b1262819f9e60d7d983844073abc74e495cb822b251904185",
+    "json-c_0.18+ds.orig.tar.xz": "f6439962c9622c1f9f4746d5b3daf5e0800c335281b048fab00159f2a29d7daa",
+    "cmocka_1.1.5.orig.tar.xz": "f0ccd8242d55e2fd74b16ba518359151f6f8383ff8aef4976e48393f77bba8b6",
+    "cmocka_1.1.7.orig.tar.xz": "810570eb0b8d64804331f82b29ff47c790ce9cd6b163e98d47a4807047ecad82",
+    "libmd_1.0.4.orig.tar.xz": "f51c921042e34beddeded4b75557656559cf5b1f2448033b4c1eec11c07e530f",
+    "libmd_1.1.0.orig.tar.xz": "1bd6aa42275313af3141c7cf2e5b964e8b1fd488025caf2f971f43b00776b332",
+    "node-nock_13.2.9.orig.tar.gz": "8f3f8ddafce2d9eaf895e1f402406e71dd056ac6d79a0082b7af6996282920d8",
+    "node-nock_13.5.4.orig.tar.gz": "f51276efa64f88502c3e58d881ebb70f4e8698b67c673f1f4a13cd7982ae9e0f",
+}
+"""SHA-256, as the .dsc files have it."""
+MIRROR = "http://deb.debian.org/debian/pool/main"
+MIN_DEBIAN = 3
 MIN_ACCEPTED, MIN_BUGS_AN_HOUR = 14, 600.0
 
 
@@ -130,6 +165,31 @@ def measure_pairs(runs: Path, pairs: tuple[str, ...]) -> tuple[list[Bar], Path]:
     return bars, folder
 
 
+def measure_debian(runs: Path, pairs: tuple[tuple[str, str], ...]) -> tuple[list[Bar], Path]:
+    paths = tuple(tuple(str(pool_path(name)) for name in pair) for pair in pairs)
+    folder, seconds = run("debian", runs, debian=paths)
+    found = results(folder)
+    rows, num_tasks = [], 0
+    for _, new in pairs:
+        result = found.get("-".join(package_version(Path(new))), Result(reason="no outcome"))
+        num_tasks += result.is_task
+        counts = f"{result.fail_to_pass}/{result.pass_to_pass}" if result.is_task else "–"
+        rows.append((new, counts, result.reason or result.kind))
+    print_table(f"Debian's pairs, {seconds:.0f} s", ("new archive", "F2P/P2P", "result"), rows)
+    return [Bar.at_least("Debian's pairs that become tasks", num_tasks, MIN_DEBIAN)], folder
+
+
+def pool_path(name: str) -> Path:
+    """An upstream archive in the cache folder; downloaded on first use from Debian's pool, and checked."""
+    package = name.partition("_")[0]
+    prefix = package[:4] if package.startswith("lib") else package[0]
+    path = cache_folder() / "swe" / "debian" / name
+    try:
+        return download_pinned(f"{MIRROR}/{prefix}/{package}/{name.replace('+', '%2B')}", path, DIGESTS[name])
+    except NotFoundError as error:
+        raise SystemExit(f"{error}; put the file, of SHA-256 {DIGESTS[name]}, at {path}") from error
+
+
 def measure_bugs(runs: Path, releases: tuple[str, ...], num: int) -> tuple[list[Bar], Path]:
     folder, seconds = run("bugs", runs, injected=releases, num_bugs=num)
     yields = json.loads((folder / "yields.json").read_text())
@@ -179,7 +239,7 @@ def measure_golden(folders: list[Path], num: int) -> list[Bar]:
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--part", choices=("pairs", "bugs", "speed", "all"), default="all")
+    parser.add_argument("--part", choices=("pairs", "debian", "bugs", "speed", "all"), default="all")
     parser.add_argument("--golden", type=int, default=0, help="golden runs of the accepted tasks")
     parser.add_argument("--runs", type=Path, help="folder of the runs; without it they are removed")
     args = parser.parse_args()
@@ -188,6 +248,9 @@ def main() -> None:
     with contextlib.nullcontext(args.runs) if args.runs else tempfile.TemporaryDirectory() as scratch:
         if args.part in ("pairs", "all"):
             found, folder = measure_pairs(Path(scratch), QUICK if args.quick else (*ACCEPTED, *REFUSED))
+            bars, folders = bars + found, [*folders, folder]
+        if args.part == "debian" or (args.part == "all" and not args.quick):
+            found, folder = measure_debian(Path(scratch), DEBIAN)
             bars, folders = bars + found, [*folders, folder]
         if args.part in ("bugs", "all"):
             found, folder = measure_bugs(Path(scratch), RELEASES[: 1 if args.quick else None], 5 if args.quick else 25)

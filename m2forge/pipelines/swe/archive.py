@@ -1,6 +1,7 @@
 """Source archives: an sdist or another archive in, its files by path out. Nothing is written to disk.
 
-Links, devices, and paths that lead outside or into `.git` are left out. An archive that is damaged, that unpacks to
+A link to a file of the archive is a copy of that file. Other links, devices, and paths that lead outside or into `.git`
+are left out. An archive that is damaged, that unpacks to
 more than its limits (bytes of headers and of what is left out count too), or whose names no file system can hold is
 refused with one message.
 """
@@ -9,6 +10,7 @@ import bz2
 import gzip
 import io
 import lzma
+import posixpath
 import tarfile
 import zipfile
 import zlib
@@ -91,14 +93,24 @@ def _zip_members(path: Path) -> Iterator[tuple[str, bytes, bool]]:
 
 def _tar_members(path: Path) -> Iterator[tuple[str, bytes, bool]]:
     with _unpacked(path) as file, tarfile.open(fileobj=(limited := _Limited(file, path)), mode="r|") as tar:
+        files: dict[str, tuple[bytes, bool]] = {}
+        links: list[tuple[str, str]] = []
         for number, member in enumerate(tar, 1):
             if number > MAX_TREE_FILES:
                 raise _too_large(path)
-            if member.isfile() and (opened := tar.extractfile(member)) is not None:
-                yield member.name, opened.read(), bool(member.mode & 0o100)
+            name = posixpath.normpath(member.name)
+            if member.issym() and not member.linkname.startswith("/"):
+                links.append((name, posixpath.normpath(posixpath.join(posixpath.dirname(name), member.linkname))))
+            elif member.isfile() and (opened := tar.extractfile(member)) is not None:
+                files[name] = opened.read(), bool(member.mode & 0o100)
+                yield member.name, *files[name]
         # The checksum stands at the end.
         while limited.read(1 << 16):
             pass
+    copies = [(name, *files[target]) for name, target in links if target in files]
+    if sum(len(content) for _, content, _ in copies) > MAX_TREE_BYTES:
+        raise _too_large(path)
+    yield from copies
 
 
 def _unpacked(path: Path) -> BinaryIO:

@@ -57,7 +57,7 @@ class SweConfig(Config):
     """The package index that lists the sdists. Wheels come from the index that pip is configured for."""
     repositories: tuple[RepositoryConfig, ...] = ()
     debian: tuple[tuple[str, str], ...] = ()
-    """Pairs of .dsc files, the older one first, with their archives beside them."""
+    """Pairs of .dsc files with their archives beside them, or of upstream archives (.orig.tar), the older one first."""
     injected: tuple[Pinned, ...] = ()
     """Releases with an sdist that get faults: "PACKAGE VERSION"."""
     num_bugs: Count = 20

@@ -176,7 +176,8 @@ async def build(candidate: Candidate, runner: Runner, edits: Edits = NO_EDITS) -
             return Rejection("environment", {"problem": str(error), "requirements": named})
         run = await runner.run(toolchain, image, (candidate.patch, candidate.test_patch), candidate.targets)
         asks = toolchain.asks(run, release, environment)
-        more = [text for text in asks if requirement_name(text) not in edits.removed]
+        # Only Python's requirements are edited.
+        more = [text for text in asks if not edits.removed or requirement_name(text) not in edits.removed]
         if not more or number == MAX_ROUNDS - 1:
             break
         asked += more

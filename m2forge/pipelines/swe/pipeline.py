@@ -35,6 +35,7 @@ from m2forge.pipelines.swe.source import (
     Clone,
     debian_candidate,
     normal_name,
+    package_version,
     pull_request_candidate,
     read_archive,
     read_pull_requests,
@@ -117,7 +118,8 @@ class _Specs(Source):
                 else:
                     yield Item(id, {"reader": "pull request", **common, "record": cast("JsonValue", dict(record))})
         for first, second in config.debian:
-            yield Item(Path(second).stem, {"reader": "debian", "old": first, "new": second})
+            id = "-".join(package_version(Path(second)))
+            yield Item(id, {"reader": "debian", "old": first, "new": second})
         for text in config.injected:
             package, version = text.split()
             id = f"{normal_name(package)}-{version}-bugs"

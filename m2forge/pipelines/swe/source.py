@@ -3,7 +3,7 @@
     sdists       consecutive releases of a package, downloaded once into the cache folder, checked by their digest
     history      commits of a clone that change source and tests, with their message
     pull requests  JSON Lines of a dump, over a local clone that has the commits
-    debian       two source packages (.dsc with its archives, local)
+    debian       two source packages (.dsc with its archives, or the upstream archives alone, local)
 
 Nothing of a project runs here: archives are read in memory (`archive`).
 """
@@ -18,6 +18,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from m2forge.compiled import cache_folder
@@ -26,6 +27,7 @@ from m2forge.files import write_atomic
 from m2forge.pipelines.stage import Rejection
 from m2forge.pipelines.swe.archive import MAX_TREE_BYTES, MAX_TREE_FILES, check_paths, read_files
 from m2forge.pipelines.swe.candidate import Candidate, Text, make_candidate
+from m2forge.pipelines.swe.toolchains.c import without_generated
 from m2forge.pipelines.swe.tree import METADATA, Release, parse_metadata
 from m2forge.tasks.folders.folder import FileKind, FolderFile
 
@@ -92,6 +94,16 @@ def _download(url: str) -> bytes:
     if len(content) > MAX_ARCHIVE_BYTES:
         raise DataError(f"{url}: over {MAX_ARCHIVE_BYTES} bytes")
     return content
+
+
+def download_pinned(url: str, path: Path, digest: str) -> Path:
+    """The file at `path`; downloaded if it is not there, and checked by its SHA-256."""
+    if not path.is_file():
+        content = _download(url)
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise DataError(f"{url}: the SHA-256 is not {digest}")
+        write_atomic(path, content)
+    return path
 
 
 def sdist_candidate(package: str, old: str, new: str, index: str = INDEX) -> Candidate | Rejection:
@@ -217,21 +229,69 @@ def _titled(record: Mapping[str, object]) -> str:
 # -- Debian -----------------------------------------------------------------------------------------------------------
 
 
+def package_version(path: Path) -> tuple[str, str]:
+    """Package and version by the name of a .dsc file or an upstream archive."""
+    package, _, rest = path.name.partition("_")
+    return package, re.sub(r"\.dsc$|\.orig\.tar\.\w+$", "", rest)
+
+
 def debian_candidate(old: Path, new: Path) -> Candidate | Rejection:
-    """The change between two source packages, each by its .dsc; the upstream archive with the packaging's patches left
-    out, since the upstream tests belong to it."""
-    package = old.name.partition("_")[0]
-    origin = {"kind": "debian", "old": old.stem.partition("_")[2], "new": new.stem.partition("_")[2]}
-    id = f"{package}-{origin['new']}".replace("~", "-")
-    return make_candidate(id, package, _debian_release(old), _debian_release(new), origin)
+    """The change between two source packages, each by its .dsc or its upstream archive. The packaging's patches are not
+    used, since the upstream tests belong to the archive; its changelog is what is said of the change if upstream says
+    nothing."""
+    (package, before), (_, after) = package_version(old), package_version(new)
+    origin = {"kind": "debian", "old": before, "new": after}
+    id = f"{package}-{after}".replace("~", "-")
+    found = make_candidate(id, package, _debian_release(old), _debian_release(new), origin)
+    entries = _debian_changelog(new, before) if new.suffix == ".dsc" else ""
+    if isinstance(found, Rejection) or not entries:
+        return found
+    return replace(found, texts=(*found.texts, Text("changelog", entries)))
 
 
-def _debian_release(dsc: Path) -> Release:
-    if not dsc.is_file():
-        raise NotFoundError(f"{dsc}: expected a .dsc file")
-    names = re.findall(r"^ [0-9a-f]{32,64} \d+ (\S+)$", dsc.read_text(errors="replace"), re.MULTILINE)
-    found = [name for name in dict.fromkeys(names) if re.search(r"\.orig\.tar\.\w+$", name)]
-    if not found:
-        raise DataError(f"{dsc}: names no upstream archive (.orig.tar)")
-    release = read_archive(dsc.parent / found[0])
-    return Release(release.tree, release.metadata, dsc.stem.partition("_")[2].partition("-")[0])
+def _debian_release(path: Path) -> Release:
+    if not path.is_file():
+        raise NotFoundError(f"{path}: expected a .dsc file or an upstream archive")
+    archive = path
+    if path.suffix == ".dsc":
+        names = [name for name in _listed(path) if re.search(r"\.orig\.tar\.\w+$", name)]
+        if not names:
+            raise DataError(f"{path}: names no upstream archive (.orig.tar)")
+        archive = _checked(path, names[0])
+    release = read_archive(archive)
+    return Release(without_generated(release.tree), release.metadata, package_version(path)[1].partition("-")[0])
+
+
+def _listed(dsc: Path) -> dict[str, str]:
+    """Files that a .dsc names, with their SHA-256 where it has one."""
+    found = re.findall(r"^ ([0-9a-f]{32,64}) \d+ (\S+)$", dsc.read_text(errors="replace"), re.MULTILINE)
+    return {name: "" for _, name in found} | {name: digest for digest, name in found if len(digest) == 64}
+
+
+def _checked(dsc: Path, name: str) -> Path:
+    path, digest = dsc.parent / name, _listed(dsc)[name]
+    if not path.is_file():
+        raise NotFoundError(f"{path}: missing; {dsc.name} names it")
+    if digest and hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+        raise DataError(f"{path}: the digest is not that of {dsc.name}; download it again")
+    return path
+
+
+_PACKAGING = re.compile(
+    r"debian/|\bd/|debhelper|standards-version|lintian|upload|\[|vcs-|uscan|watch|copyright|maintainer|uploaders"
+    r"|new upstream|build-depend|patch|autopkgtest|multi-arch|symbols|dh[_-]|closes:|rules-requires-root",
+    re.IGNORECASE,
+)
+
+
+def _debian_changelog(dsc: Path, old: str) -> str:
+    """What debian/changelog says of the program since the old version, without what it says of the packaging."""
+    names = [name for name in _listed(dsc) if re.search(r"\.debian\.tar\.\w+$", name)]
+    if not names or not (dsc.parent / names[0]).is_file():
+        return ""
+    files = read_files(_checked(dsc, names[0]))
+    text = files.get("changelog", FolderFile(b"")).content.decode(errors="replace")
+    newer = re.split(rf"^\S+ \((?:\d+:)?{re.escape(old)}\)", text, maxsplit=1, flags=re.MULTILINE)[0]
+    items = re.findall(r"^ +[*+-] (.+(?:\n {4,}[^*+\s-].*)*)", newer, re.MULTILINE)
+    kept = [" ".join(item.split()) for item in items if not _PACKAGING.search(item)]
+    return "\n".join(f"- {item}" for item in kept)

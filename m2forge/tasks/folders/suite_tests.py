@@ -10,6 +10,8 @@ The reward is 1 if every named test passed: one that was skipped, or is missing 
     pytest-junit    JUnit's XML as pytest writes it (junit_family=xunit1)
     go-json         events of `go test -json`, and what the compiler prints between them
     libtest         output of Rust's test programs, each after a line "@target NAME" and before one "@status NUMBER"
+    programs        JSON Lines, the outcome and the output of each test program; single tests by the forms in which
+                    test libraries print them
 
 It imports the standard library alone, because task folders carry a copy of this file beside that of swe_tests.py.
 """
@@ -20,7 +22,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
@@ -183,10 +185,72 @@ def _stable_names(names: Sequence[str]) -> dict[str, str]:
     return found
 
 
+# -- programs ---------------------------------------------------------------------------------------------------------
+
+_TAP = re.compile(r"^(?P<indent> *)(?P<bad>not )?ok\b(?: (?P<number>\d+))?(?: -)? *(?P<name>.*)$")
+_TAP_DIRECTIVE = re.compile(r"(?<!\\) # *(?P<word>SKIP|TODO|time)\b.*$", re.IGNORECASE)
+_PRINTED = (
+    re.compile(r"^\S+?:\d+:(?P<name>\w+):(?P<word>PASS|FAIL|IGNORE)\b"),  # Unity
+    re.compile(r"^\S+?:\d+:(?P<word>[PFE]):(?P<name>[^:]+:[^:]+):\d+: "),  # Check
+    re.compile(r"^\[ +(?P<word>OK|FAILED|SKIPPED) +\] (?P<name>[\w./]*[A-Za-z_][\w./]*)(?: \(.*)?$"),
+    re.compile(r"^(?P<word>PASS|FAIL|SKIP): (?P<name>\S.*?)\s*$"),
+)
+_WORDS = {"PASS": PASSED, "OK": PASSED, "P": PASSED, "SKIP": SKIPPED, "SKIPPED": SKIPPED, "IGNORE": SKIPPED}
+
+
+def parse_programs(report: bytes, targets: Sequence[str]) -> Report:
+    """A program is a test of its own, TARGET::NAME, beside those that it prints, TARGET::NAME::TEST. Where a target is
+    one program without a name, its outcome counts only if it prints no test."""
+    found = Report()
+    for line in report.decode(errors="replace").splitlines():
+        record = json.loads(line)
+        target = str(record["target"])
+        if "broken" in record:
+            found.messages[target] = str(record["broken"])[:MAX_MESSAGE]
+            continue
+        name, outcome, output = str(record.get("name", "")), str(record["outcome"]), str(record["output"])
+        owner = f"{target}::{name}" if name else target
+        printed = list(printed_tests(output, is_grouped=bool(record.get("is_grouped"))))
+        for test, result in printed:
+            found.add(f"{owner}::{test}", result)
+        if name or not printed:
+            id = owner if name else f"{owner}::exit"
+            found.add(id, outcome)
+            if outcome == FAILED:
+                found.messages[id] = output.strip()[-MAX_MESSAGE:]
+        if outcome == FAILED and not name and not printed:
+            found.messages[target] = output.strip()[-MAX_MESSAGE:]
+        for id in (f"{owner}::{test}" for test, result in printed if result == FAILED):
+            found.messages[id] = found.messages.get(target, "")
+    return found
+
+
+def printed_tests(output: str, *, is_grouped: bool = False) -> "Iterator[tuple[str, str]]":
+    """Name and outcome of each test that a program prints. `is_grouped`: comments of TAP name the tests to which the
+    assertions after them belong."""
+    owners: list[str] = []
+    for line in output.splitlines():
+        if subtest := re.match(r"^( *)# Subtest: (.*)$", line):
+            owners[len(subtest[1]) // 4 :] = [subtest[2]]
+        elif is_grouped and (group := re.match(r"^# (?!tests \d|pass +\d|fail +\d|ok$)(.+)$", line)):
+            owners[:] = [group[1]]
+        elif tap := _TAP.match(line):
+            directive = _TAP_DIRECTIVE.search(tap["name"])
+            name = _TAP_DIRECTIVE.sub("", tap["name"]).strip() or f"{tap['number']}"
+            word = directive["word"].upper() if directive else ""
+            depth = len(tap["indent"]) // 4
+            own = owners[:depth] if not is_grouped else owners
+            outcome = FAILED if tap["bad"] and word != "TODO" else SKIPPED if word in ("SKIP", "TODO") else PASSED
+            yield " > ".join([*own, re.sub(r" \(\d+ ?ms\)$", "", name)]), outcome
+        elif match := next(filter(None, (form.match(line) for form in _PRINTED)), None):
+            yield match["name"], _WORDS.get(match["word"], FAILED)
+
+
 FORMATS: Mapping[str, Callable[[bytes, Sequence[str]], Report]] = {
     "pytest-junit": parse_junit,
     "go-json": parse_go,
     "libtest": parse_libtest,
+    "programs": parse_programs,
 }
 
 

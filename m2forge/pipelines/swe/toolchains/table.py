@@ -2,14 +2,17 @@
 
 from collections.abc import Mapping
 
+from m2forge.pipelines.swe.toolchains.c import C
 from m2forge.pipelines.swe.toolchains.go import Go
+from m2forge.pipelines.swe.toolchains.node import Node
 from m2forge.pipelines.swe.toolchains.python import Python
 from m2forge.pipelines.swe.toolchains.rust import Rust
 from m2forge.pipelines.swe.toolchains.toolchain import Toolchain
 from m2forge.pipelines.swe.tree import Tree
 
 _PYTHON = Python()
-TOOLCHAINS: Mapping[str, Toolchain] = {toolchain.name: toolchain for toolchain in (_PYTHON, Go(), Rust())}
+_OTHERS = (Go(), Rust(), Node(), C())
+TOOLCHAINS: Mapping[str, Toolchain] = {toolchain.name: toolchain for toolchain in (_PYTHON, *_OTHERS)}
 """In the order in which a tree is looked at."""
 
 
