@@ -60,6 +60,8 @@ class SweConfig(Config):
     """Pairs of .dsc files with their archives beside them, or of upstream archives (.orig.tar), the older one first."""
     injected: tuple[Pinned, ...] = ()
     """Releases with an sdist that get faults: "PACKAGE VERSION"."""
+    injected_paths: tuple[str, ...] = ()
+    """Local releases that get faults: folders or source archives, named PACKAGE-VERSION or PACKAGE_VERSION."""
     num_bugs: Count = 20
     """Faults of each of these releases."""
     routes: Annotated[tuple[RouteName, ...], Field(min_length=1)] = ("bug", "feature", "perf", "refactor")
@@ -79,8 +81,8 @@ class SweConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not (self.sdists or self.repositories or self.debian or self.injected):
-            raise ValueError("swe: no candidates; set sdists, repositories, debian or injected")
+        if not (self.sdists or self.repositories or self.debian or self.injected or self.injected_paths):
+            raise ValueError("swe: no candidates; set sdists, repositories, debian, injected or injected_paths")
         if len(set(self.routes)) < len(self.routes):
             raise ValueError(f"swe.routes: expected each once, received {', '.join(self.routes)}")
         if self.sandbox.backend == "process":

@@ -1,4 +1,4 @@
-"""Faults in JavaScript, Go, C and Rust by tree-sitter: the kinds of `mutation`, as these languages write them.
+"""JavaScript, Go, C and Rust by tree-sitter: faults, of the kinds of `mutation`, and test files without some tests.
 
     compare     == ↔ !=, === ↔ !==, < ↔ <=, > ↔ >=
     logic       && ↔ ||; a condition negated, `!x` without its `!`
@@ -398,3 +398,75 @@ def _returned(node: "Node", function: "Node") -> list["Node"]:
 
 def _text(node: "Node") -> str:
     return (node.text or b"").decode()
+
+
+# -- test files -------------------------------------------------------------------------------------------------------
+
+_C_STUB = "int main(void)\n{\n    return 0;\n}\n"
+_CASES = re.compile(r"(?:\w+\.)?(?:test|it|specify)(?:\.\w+)?")
+"""Functions that are given a name and a test in JavaScript."""
+
+
+def without_tests(path: str, source: str, names: Collection[str]) -> str | None:
+    """A test file without the tests of these names; None if it has none of them.
+
+    JavaScript, a case that none of its calls has, and C      the file tests nothing: build files list it, so it stays
+    Go                                                        also without imports that are no longer used
+    Rust                                                      also without the attributes of the functions
+    """
+    language = LANGUAGES[PurePosixPath(path).suffix]
+    if language is C:
+        return _C_STUB if re.search(r"\bmain\s*\(", source) else None
+    data = source.encode()
+    found = [span for node in _nodes(_parser(language).parse(data).root_node) for span in _test_spans(node, names)]
+    if not found:
+        return "" if language is JAVASCRIPT else None
+    pruned = _without(data, found)
+    return (_without_imports(pruned, data) if language is GO else pruned).decode()
+
+
+def _nodes(root: "Node") -> Iterator["Node"]:
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        yield node
+        pending += node.children
+
+
+def _test_spans(node: "Node", names: Collection[str]) -> Iterator[tuple[int, int]]:
+    if node.type in ("function_declaration", "function_item"):
+        name, start = node.child_by_field_name("name"), node
+        while start.prev_sibling is not None and start.prev_sibling.type == "attribute_item":
+            start = start.prev_sibling
+        if name is not None and _text(name) in names:
+            yield start.start_byte, node.end_byte
+    call = node.named_children[0] if node.type == "expression_statement" and node.named_children else None
+    if call is not None and call.type == "call_expression":
+        function, given = call.child_by_field_name("function"), call.child_by_field_name("arguments")
+        first = given.named_children[0] if given is not None and given.named_children else None
+        is_case = function is not None and bool(_CASES.fullmatch(_text(function)))
+        if is_case and first is not None and _text(first)[1:-1] in names:
+            yield node.start_byte, node.end_byte
+
+
+def _without(data: bytes, spans: Collection[tuple[int, int]]) -> bytes:
+    for start, end in sorted(spans, reverse=True):
+        data = data[:start] + data[end:]
+    return data
+
+
+def _without_imports(data: bytes, before: bytes) -> bytes:
+    """Go refuses imports that nothing uses."""
+    spans = []
+    for node in _nodes(_parser(GO).parse(data).root_node):
+        path = node.child_by_field_name("path") if node.type == "import_spec" else None
+        if path is None:
+            continue
+        alias = node.child_by_field_name("name")
+        parts = [part for part in _text(path).strip('"`').split("/") if not re.fullmatch(r"v\d+", part)]
+        name = _text(alias) if alias is not None else parts[-1].partition(".")[0].removeprefix("go-")
+        used = re.compile(rb"\b" + re.escape(name).encode() + rb"\.")
+        if used.search(before) and not used.search(data):
+            whole = node.parent if node.parent is not None and node.parent.type == "import_declaration" else node
+            spans.append((whole.start_byte, whole.end_byte))
+    return _without(data, spans)

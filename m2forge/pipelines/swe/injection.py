@@ -8,17 +8,22 @@ patch are those of the release: one set of them serves all bugs with the same ta
 """
 
 import ast
+import asyncio
 import random
 from collections.abc import Collection, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 
 from m2forge.pipelines.stage import Rejection
+from m2forge.pipelines.swe import grammar
 from m2forge.pipelines.swe.candidate import Candidate, make_candidate
 from m2forge.pipelines.swe.environment import Runner, build, limit_s
 from m2forge.pipelines.swe.mutation import Mutation, functions, mutations
 from m2forge.pipelines.swe.toolchains.table import detect
 from m2forge.pipelines.swe.toolchains.toolchain import Environment, Outcomes, TestRun, Toolchain
 from m2forge.pipelines.swe.tree import Release
+from m2forge.protocols import Sandbox
 from m2forge.records import JsonValue
 from m2forge.tasks.folders.task_image import TaskImage
 
@@ -26,6 +31,8 @@ NUM_RUNS = 3
 MAX_BROKEN = 0.5
 MAX_TRIES = 4
 """Mutations that are tried for each bug that is asked for."""
+NUM_SANDBOXES = 2
+"""Mutations that are tried at once; which become bugs does not depend on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +61,7 @@ async def prepare_release(package: str, release: Release, licence: str, runner: 
     built = await build(whole, runner)
     if isinstance(built, Rejection):
         return built
-    runs = [built.run, *[await runner.run(toolchain, built.image, (), targets) for _ in range(NUM_RUNS - 1)]]
+    runs = [built.run, *await _repeat(toolchain, built.image, targets, NUM_RUNS - 1, runner)]
     if problem := next((run.problem for run in runs if run.problem is not None), None):
         return Rejection("unfinished", {"problem": problem})
     passing = frozenset.intersection(*(frozenset(run.passed) for run in runs))
@@ -76,22 +83,40 @@ async def inject(sound: Sound, num: int, runner: Runner, generator: random.Rando
     """Up to `num` bugs, each with another fault."""
     found: list[Candidate] = []
     targets = sorted({id.partition("::")[0] for id in sound.passing})
-    async with runner.opened(sound.image) as sandbox:
-        for path, mutation in _faults(sound, generator, num * MAX_TRIES):
-            source = sound.release.tree[path].content.decode()
-            await sandbox.write(path, mutation.apply(source).encode())
-            run = await runner.run_in(sound.toolchain, sandbox, targets, timeout_s=limit_s(sound.cpu_s))
-            await sandbox.write(path, source.encode())
-            if (broken := broken_tests(sound.passing, run)) is not None:
-                candidate = _candidate(sound, path, mutation, broken)
-                found += [candidate] if isinstance(candidate, Candidate) else []
-            if len(found) == num:
+    faults = _faults(sound, generator, num * MAX_TRIES)
+    async with AsyncExitStack() as stack:
+        sandboxes = [await stack.enter_async_context(runner.opened(sound.image)) for _ in range(NUM_SANDBOXES)]
+        for start in range(0, len(faults), NUM_SANDBOXES):
+            tried = list(zip(sandboxes, faults[start:], strict=False))
+            runs = await asyncio.gather(*(_try(sound, sandbox, *fault, targets, runner) for sandbox, fault in tried))
+            for (_, (path, mutation)), run in zip(tried, runs, strict=True):
+                if (broken := broken_tests(sound.passing, run)) is not None:
+                    candidate = _candidate(sound, path, mutation, broken)
+                    found += [candidate] if isinstance(candidate, Candidate) else []
+            if len(found) >= num:
                 break
     after = {
-        chosen: tuple([await runner.run(sound.toolchain, sound.image, (), chosen) for _ in range(NUM_RUNS)])
-        for chosen in dict.fromkeys(candidate.targets for candidate in found)
+        chosen: await _repeat(sound.toolchain, sound.image, chosen, NUM_RUNS, runner)
+        for chosen in dict.fromkeys(candidate.targets for candidate in found[:num])
     }
-    return [Bug(candidate, after[candidate.targets]) for candidate in found]
+    return [Bug(candidate, after[candidate.targets]) for candidate in found[:num]]
+
+
+async def _try(
+    sound: Sound, sandbox: Sandbox, path: str, mutation: Mutation, targets: Sequence[str], runner: Runner
+) -> TestRun:
+    """Run the tests with one fault, which is undone."""
+    source = sound.release.tree[path].content.decode()
+    await sandbox.write(path, mutation.apply(source).encode())
+    run = await runner.run_in(sound.toolchain, sandbox, targets, timeout_s=limit_s(sound.cpu_s))
+    await sandbox.write(path, source.encode())
+    return run
+
+
+async def _repeat(
+    toolchain: Toolchain, image: TaskImage, targets: Sequence[str], num: int, runner: Runner
+) -> tuple[TestRun, ...]:
+    return tuple(await asyncio.gather(*(runner.run(toolchain, image, (), targets) for _ in range(num))))
 
 
 def broken_tests(passing: Collection[str], run: TestRun) -> list[str] | None:
@@ -125,11 +150,14 @@ def _faults(sound: Sound, generator: random.Random, num: int) -> list[tuple[str,
 def _candidate(sound: Sound, path: str, mutation: Mutation, broken: Sequence[str]) -> Candidate | Rejection:
     tree = dict(sound.release.tree)
     tree[path] = replace(tree[path], content=mutation.apply(tree[path].content.decode()).encode())
+    places = _places(sound, broken)
     names: dict[str, set[str]] = {}
-    for file, function in _places(sound, broken):
+    for file, function in places.values():
         names.setdefault(file, set()).add(function)
-    for file, inner_names in names.items():
-        pruned = without_functions(tree[file].content.decode(errors="surrogateescape"), inner_names)
+    for file, hidden in names.items():
+        pruned = without_tests(file, tree[file].content.decode(errors="surrogateescape"), hidden)
+        if pruned is None:
+            return Rejection("tests unchanged", {"file": file, "tests": list[JsonValue](sorted(hidden))})
         tree[file] = replace(tree[file], content=pruned.encode(errors="surrogateescape"))
     origin: dict[str, JsonValue] = {
         "kind": "injected",
@@ -138,21 +166,30 @@ def _candidate(sound: Sound, path: str, mutation: Mutation, broken: Sequence[str
         "line": mutation.line,
         "mutation": mutation.kind,
     }
-    place = path.removesuffix(".py").replace("/", "-")
+    place = path.rpartition(".")[0].replace("/", "-")
     id = f"{sound.package}-{sound.release.name}-{place}-{mutation.start}-{mutation.kind}"
     old = Release(tree, sound.release.metadata, sound.release.name)
     candidate = make_candidate(id, sound.package, old, sound.release, origin)
     if isinstance(candidate, Rejection):
         return candidate
-    # Tests of other files say nothing about this fault, and make every gate slower.
-    return replace(candidate, targets=tuple(sorted({id.partition("::")[0] for id in broken})))
+    # Tests of other targets say nothing about this fault, and make every gate slower.
+    return replace(candidate, targets=tuple(sorted({id.partition("::")[0] for id in places})))
 
 
-def _places(sound: Sound, ids: Sequence[str]) -> list[tuple[str, str]]:
-    """The test files and functions of tests."""
+def _places(sound: Sound, ids: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Test files and functions of tests. Tests that stand in source files have none: they stay visible."""
     is_test, tree = sound.toolchain.is_test, sound.release.tree
     tests = {path: file.content.decode(errors="replace") for path, file in tree.items() if is_test(path)}
-    return [place for id in ids if (place := sound.toolchain.locate(id, tests)) is not None]
+    located = {id: sound.toolchain.locate(id, tests) for id in ids}
+    return {id: place for id, place in located.items() if place is not None}
+
+
+def without_tests(path: str, source: str, names: Collection[str]) -> str | None:
+    """A test file without the tests of these names; None if they cannot be taken out."""
+    suffix = PurePosixPath(path).suffix
+    if suffix == ".py":
+        return without_functions(source, names)
+    return grammar.without_tests(path, source, names) if suffix in grammar.LANGUAGES else None
 
 
 def without_functions(source: str, names: Collection[str]) -> str:

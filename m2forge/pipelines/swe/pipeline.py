@@ -34,11 +34,12 @@ from m2forge.pipelines.swe.review import judge, rewrite
 from m2forge.pipelines.swe.source import (
     Clone,
     debian_candidate,
+    named_release,
     normal_name,
     package_version,
     pull_request_candidate,
-    read_archive,
     read_pull_requests,
+    read_release,
     sdist_candidate,
     sdist_path,
 )
@@ -90,12 +91,17 @@ class _Specs(Source):
         self._config = config
 
     def fingerprint(self) -> str:
-        parts = [self._config.model_dump_json(include={"sdists", "index", "repositories", "debian", "injected"})]
+        parts = [
+            self._config.model_dump_json(
+                include={"sdists", "index", "repositories", "debian", "injected", "injected_paths"}
+            )
+        ]
         for repository in self._config.repositories:
             parts.append(Clone(Path(repository.path), repository.package).commits(1)[0])
             if repository.pull_requests is not None:
                 parts.append(_stamp(Path(repository.pull_requests)))
-        return "\n".join([*parts, *(_stamp(Path(path)) for pair in self._config.debian for path in pair)])
+        paths = [*(path for pair in self._config.debian for path in pair), *self._config.injected_paths]
+        return "\n".join([*parts, *(_stamp(Path(path)) for path in paths)])
 
     def read(self, context: Context) -> Iterator[Item | Rejection]:
         config = self._config
@@ -124,6 +130,10 @@ class _Specs(Source):
             package, version = text.split()
             id = f"{normal_name(package)}-{version}-bugs"
             yield Item(id, {"reader": "injected", "package": package, "new": version})
+        for path in config.injected_paths:
+            package, version = named_release(Path(path))
+            data = {"reader": "injected", "package": package, "new": version, "path": path}
+            yield Item(f"{package}-{version}-bugs", data)
 
 
 def _stamp(path: Path) -> str:
@@ -171,7 +181,9 @@ class _Candidates(_Sandboxed):
 
     def _injected(self, item: Item, context: Context) -> Passed | Rejection:
         package, version = str(item.data["package"]), str(item.data["new"])
-        release = read_archive(sdist_path(package, version, self._config.index))
+        local = item.data.get("path")
+        path = sdist_path(package, version, self._config.index) if local is None else Path(str(local))
+        release = replace(read_release(path), name=version)
         licence = permissive(release)
         if isinstance(licence, Rejection):
             return licence

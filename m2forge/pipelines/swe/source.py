@@ -49,6 +49,30 @@ def read_archive(path: Path) -> Release:
     return Release(tree, metadata, parse_metadata(metadata).get("Version", ""))
 
 
+def read_release(path: Path) -> Release:
+    """The tree of a source archive or a folder."""
+    if not path.is_dir():
+        return read_archive(path)
+    files: dict[str, FolderFile] = {}
+    for top, folders, names in os.walk(path):
+        folders[:] = [name for name in folders if name != ".git"]
+        for found in (Path(top) / name for name in names):
+            if found.is_file() and not found.is_symlink():
+                kind = FileKind.EXECUTABLE if found.stat().st_mode & 0o100 else FileKind.FILE
+                files[found.relative_to(path).as_posix()] = FolderFile(found.read_bytes(), kind)
+        if len(files) > MAX_TREE_FILES:
+            raise DataError(f"{path}: holds over {MAX_TREE_FILES} files")
+    metadata = files.get(METADATA, FolderFile(b"")).content.decode(errors="replace")
+    return Release({name: file for name, file in files.items() if not _is_generated(name)}, metadata)
+
+
+def named_release(path: Path) -> tuple[str, str]:
+    """Package and version by the name of a folder or archive: PACKAGE-VERSION.tar.gz, PACKAGE_VERSION.orig.tar.gz."""
+    stem = re.sub(r"(?:\.orig)?(?:\.tar)?\.(?:gz|xz|bz2|tgz|zip)$", "", path.name)
+    package, _, version = stem.partition("_") if "_" in stem else stem.rpartition("-")
+    return normal_name(package or stem), re.sub(r"[^\w.-]", "-", version) if package else "0"
+
+
 def _is_generated(path: str) -> bool:
     parts = path.split("/")
     is_foreign = any(part.endswith(".egg-info") or part in _FOREIGN for part in parts)

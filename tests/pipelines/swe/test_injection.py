@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from m2forge.pipelines.swe.environment import Runner
-from m2forge.pipelines.swe.injection import broken_tests, without_functions
+from m2forge.pipelines.swe.injection import broken_tests, without_functions, without_tests
 from m2forge.pipelines.swe.pipeline import _packed_runs, _unpacked_runs
 from m2forge.pipelines.swe.task import NUM_RUNS, Observation, observe
 from m2forge.pipelines.swe.toolchains.toolchain import Outcomes, TestRun, Toolchain
@@ -46,6 +46,59 @@ def test_failing_functions_are_taken_out_of_visible_tests() -> None:
     assert "test_b" in pruned
     assert without_functions(source, {"none"}) == source
     assert without_functions("def test_a(", {"test_a"}) == "def test_a("
+
+
+GO_TESTS = """package p
+
+import (
+\t"fmt"
+\tstrs "strings"
+\t"testing"
+)
+
+func TestA(t *testing.T) {
+\tfmt.Println(strs.ToUpper("a"))
+}
+
+func TestB(t *testing.T) {
+\tfmt.Println("b")
+}
+"""
+
+
+def test_failing_tests_of_go_leave_with_their_imports() -> None:
+    pruned = without_tests("a_test.go", GO_TESTS, {"TestA"})
+    assert pruned is not None
+    assert "TestA" not in pruned
+    assert "strings" not in pruned
+    assert '"fmt"' in pruned
+    assert "TestB" in pruned
+    bare = without_tests("a_test.go", 'package p\n\nimport "testing"\n\nfunc TestA(t *testing.T) {}\n', {"TestA"})
+    assert bare is not None
+    assert bare.split() == ["package", "p"]
+    assert without_tests("a_test.go", GO_TESTS, {"TestC"}) is None
+
+
+def test_failing_tests_of_rust_leave_with_their_attributes() -> None:
+    source = "use a::b;\n\n#[test]\n#[ignore]\nfn one() { b(); }\n\n#[test]\nfn two() {}\n"
+    pruned = without_tests("tests/a.rs", source, {"one"})
+    assert pruned is not None
+    assert pruned.split() == ["use", "a::b;", "#[test]", "fn", "two()", "{}"]
+    assert without_tests("tests/a.rs", source, {"three"}) is None
+
+
+def test_failing_cases_of_javascript_leave_or_all_do() -> None:
+    source = "const t = require('t');\nt.test('one', f);\ndescribe('x', () => { it('two', f); it('one', f); });\n"
+    expected = "const t = require('t');\n\ndescribe('x', () => { it('two', f);  });\n"
+    assert without_tests("test/a.js", source, {"one"}) == expected
+    assert without_tests("test/a.js", source, {"made by a loop"}) == ""
+
+
+def test_a_failing_program_of_c_stays_and_tests_nothing() -> None:
+    stub = without_tests("tests/a.c", '#include "b.h"\nint main(void) { return f() != 1; }\n', {"a"})
+    assert stub == "int main(void)\n{\n    return 0;\n}\n"
+    assert without_tests("tests/part.c", "void f(void) {}\n", {"f"}) is None
+    assert without_tests("tests/a.sh", "exit 1\n", {"a"}) is None
 
 
 @dataclass

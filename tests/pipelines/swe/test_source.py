@@ -13,9 +13,11 @@ from m2forge.pipelines.swe.candidate import Candidate
 from m2forge.pipelines.swe.source import (
     Clone,
     debian_candidate,
+    named_release,
     pull_request_candidate,
     read_archive,
     read_pull_requests,
+    read_release,
     sdist_candidate,
 )
 from tests.pipelines.swe import projects
@@ -31,6 +33,22 @@ def write_tar(path: Path, files: dict[str, str], top: str = "sums-1.0") -> Path:
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(link)
     return path
+
+
+def test_a_folder_is_read_as_its_archive_is(tmp_path: Path) -> None:
+    folder = tmp_path / "sums-1.0"
+    for name, text in {**projects.OLD, ".git/config": "", "x.egg-info/PKG-INFO": ""}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "link.py").symlink_to("/etc/passwd")
+    archive = write_tar(tmp_path / "sums-1.0.tar.gz", projects.OLD)
+    assert read_release(folder).tree == read_release(archive).tree
+
+
+def test_names_of_archives_have_package_and_version() -> None:
+    names = ("sums-1.0.tar.gz", "go-sums_1.0+ds.orig.tar.xz", "sums-1.0", "sums")
+    found = [named_release(Path(name)) for name in names]
+    assert found == [("sums", "1.0"), ("go-sums", "1.0-ds"), ("sums", "1.0"), ("sums", "0")]
 
 
 def test_an_sdist_is_read_without_metadata_and_links(tmp_path: Path) -> None:
