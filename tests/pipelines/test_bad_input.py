@@ -113,9 +113,9 @@ def link(name: str, target: str, kind: bytes) -> tarfile.TarInfo:
 
 
 def big_header() -> bytes:
-    """A tar whose header of extended attributes unpacks to 64 MiB."""
+    """A tar whose header of extended attributes unpacks to 12 MiB."""
     member = tarfile.TarInfo(f"{TOP}/sums.py")
-    member.pax_headers = {"comment": "a" * (64 << 20)}
+    member.pax_headers = {"comment": "a" * (12 << 20)}
     return tarred({"sums.py": member})
 
 
