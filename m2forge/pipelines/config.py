@@ -199,7 +199,13 @@ class PipelineConfig(Config):
     @property
     def tables(self) -> dict[str, Config]:
         """The tables that name a pipeline, by key: one, in a valid configuration."""
-        named = {key: getattr(self, key) for key in (*PIPELINES, CUSTOM)}
+        named: dict[str, Config | None] = {
+            "questions": self.questions,
+            "swe": self.swe,
+            "terminal": self.terminal,
+            "distill": self.distill,
+            CUSTOM: self.custom,
+        }
         return {key: table for key, table in named.items() if table is not None}
 
     @model_validator(mode="after")
