@@ -5,8 +5,8 @@
              └─▶ test_patch   changes of test files: hidden from agents
 
 Generated metadata (PKG-INFO, *.egg-info) is no part of a tree. A candidate needs a permissive licence by every source
-that names one. It changes both source and tests, or source alone if its commit or pull request says that it is a
-refactoring; anything else is refused with a reason and evidence.
+that names one. It changes both source and tests, or in Python tests alone, or source alone if its commit or pull
+request says that it is a refactoring; anything else is refused with a reason and evidence.
 """
 
 import os
@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from m2forge.errors import DataError
 from m2forge.pipelines.stage import Rejection
+from m2forge.pipelines.swe.toolchains.python import Python
 from m2forge.pipelines.swe.toolchains.table import TOOLCHAINS, detect
 from m2forge.pipelines.swe.toolchains.toolchain import SOURCE_ENDINGS, Toolchain
 from m2forge.pipelines.swe.tree import COMMIT, GIT_ENV, Release, Tree, parse_metadata, read_pyproject
@@ -103,7 +104,8 @@ def make_candidate(
     touched = [path for path in changed if toolchain.is_source(path)]
     tests = [path for path in changed if toolchain.is_test(path)]
     has_tests = any(path in new.tree and PurePosixPath(path).suffix in SOURCE_ENDINGS for path in tests)
-    if not touched or not (has_tests or names_refactoring(texts)):
+    is_enough = has_tests if touched else has_tests and toolchain.name == Python.name
+    if not is_enough and not (touched and names_refactoring(texts)):
         missing = "source" if not touched else "tests"
         return Rejection(
             f"{missing} unchanged", {"changed": list[JsonValue](changed[:20]), "num_changed": len(changed)}

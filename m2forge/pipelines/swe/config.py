@@ -20,7 +20,8 @@ Count = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Pair = Annotated[str, StringConstraints(pattern=r"^\S+ \S+ \S+$")]
 Pinned = Annotated[str, StringConstraints(pattern=r"^\S+ \S+$")]
-RouteName = Literal["bug", "feature", "perf", "refactor"]
+RouteName = Literal["bug", "feature", "perf", "test", "refactor"]
+Transform = Literal["test"]
 
 
 class RepositoryConfig(Config):
@@ -64,8 +65,10 @@ class SweConfig(Config):
     """Local releases that get faults: folders or source archives, named PACKAGE-VERSION or PACKAGE_VERSION."""
     num_bugs: Count = 20
     """Faults of each of these releases."""
-    routes: Annotated[tuple[RouteName, ...], Field(min_length=1)] = ("bug", "feature", "perf", "refactor")
+    routes: Annotated[tuple[RouteName, ...], Field(min_length=1)] = ("bug", "feature", "perf", "test", "refactor")
     """The kinds of tasks that are wanted; candidates of other kinds are rejected."""
+    transforms: tuple[Transform, ...] = ()
+    """More tasks of the same candidates. test: write tests that see the fault or the missing feature."""
     base_image: str = "host"
     """The image in which tests run, in place of the Dockerfile's base: a name of `m2forge image list`, or `host`. It
     needs python3 and git."""
@@ -83,8 +86,9 @@ class SweConfig(Config):
     def _check(self) -> Self:
         if not (self.sdists or self.repositories or self.debian or self.injected or self.injected_paths):
             raise ValueError("swe: no candidates; set sdists, repositories, debian, injected or injected_paths")
-        if len(set(self.routes)) < len(self.routes):
-            raise ValueError(f"swe.routes: expected each once, received {', '.join(self.routes)}")
+        for key, names in (("routes", self.routes), ("transforms", self.transforms)):
+            if len(set(names)) < len(names):
+                raise ValueError(f"swe.{key}: expected each once, received {', '.join(names)}")
         if self.sandbox.backend == "process":
             raise ValueError('swe.sandbox.backend: tests of foreign projects must be confined; set "namespace"')
         return self

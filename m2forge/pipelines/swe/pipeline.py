@@ -10,6 +10,8 @@
     mutants       faults in the changed lines must be seen by the tests
     rewrite       with a writer: the statement by a model, unless it leaks the patch
     judge         with a judge: statements that contradict the tests or need guessing are rejected
+    transform     beside the plain task, others of the same candidate
+    testing       of tasks of writing tests: trees that the project's own tests tell apart
     verify        lint; the solution has perf 1, nothing has perf 0
 
 All stages but the first and the last run the project's code in sandboxes only. Folders are written to `tasks/`.
@@ -50,10 +52,12 @@ from m2forge.pipelines.swe.task import (
     Route,
     observe,
     route,
+    routed_without_change,
     run_mutants,
     task_files,
     verify_files,
 )
+from m2forge.pipelines.swe.testing import Trees, find_trees, testing_files, testing_statement
 from m2forge.pipelines.swe.toolchains.python import Python
 from m2forge.pipelines.swe.toolchains.toolchain import Environment, Outcomes, TestRun
 from m2forge.pipelines.swe.tree import Release, pack_tree, unpack_tree
@@ -76,7 +80,8 @@ def make_pipeline(config: SweConfig) -> Pipeline:
     )
     models = ((_Rewrite, config.writer), (_Judge, config.judge))
     reviews = (stage(model) for stage, model in models if model is not None)
-    return Pipeline(_Specs(config), (*stages, *reviews, _Verify(runner), WriteFolders("tasks", _named_files)))
+    last = (_Transform(config.transforms), _Testing(runner), _Verify(runner), WriteFolders("tasks", _named_files))
+    return Pipeline(_Specs(config), (*stages, *reviews, *last))
 
 
 # -- candidates -------------------------------------------------------------------------------------------------------
@@ -166,7 +171,12 @@ class _Candidates(_Sandboxed):
             found = self._read(data)
         except (DataError, NotFoundError) as error:
             return Rejection("cannot be read", {"problem": str(error)})
-        return found if isinstance(found, Rejection) else _stored(item.id, found, context)
+        if isinstance(found, Rejection):
+            return found
+        kind = routed_without_change(found)
+        if (kind is Route.TEST or not found.test_patch) and kind is not None and kind not in self._config.routes:
+            return Rejection("route not wanted", {"route": str(kind)})
+        return _stored(item.id, found, context)
 
     def _read(self, data: Data) -> Candidate | Rejection:
         match data["reader"]:
@@ -300,6 +310,8 @@ class _Consistency(Stage):
         match Route(item.text("route")):
             case Route.REFACTOR:
                 statement = goal_statement(candidate, cast("list[str]", item.data["goals"]))
+            case Route.TEST:
+                return item.adding(statement=asdict(Statement("", "", ())))  # Its stage writes it.
             case _:
                 statement = write_statement(candidate, observation.fail_to_pass, observation.messages)
         return item.adding(statement=asdict(statement))
@@ -329,10 +341,16 @@ class _Reviewed(Stage):
         self.model = model
 
 
+_RULED = (Route.REFACTOR, Route.TEST)
+"""Routes whose statements name exactly what is verified, by rule."""
+
+
 class _Rewrite(_Reviewed):
     name = "rewrite"
 
     def process(self, item: Item, context: Context) -> Passed | Rejection:
+        if Route(item.text("route")) in _RULED:
+            return item
         seen = _observation(item)
         candidate, before = _candidate(item, context), _statement(item)
         found = rewrite(candidate, before, seen.fail_to_pass, seen.messages, self.model, context)
@@ -343,8 +361,55 @@ class _Judge(_Reviewed):
     name = "judge"
 
     def process(self, item: Item, context: Context) -> Passed | Rejection:
+        if Route(item.text("route")) in _RULED:
+            return item
         failing = _observation(item).fail_to_pass
         return judge(_candidate(item, context), _statement(item), failing, self.model, context) or item
+
+
+# -- transforms -------------------------------------------------------------------------------------------------------
+
+
+class _Transform(Stage):
+    """Adds the items of other tasks of a candidate, each with its name in `transform`."""
+
+    name = "transform"
+
+    def __init__(self, transforms: Sequence[str]) -> None:
+        self._transforms = transforms
+
+    def process(self, item: Item, context: Context) -> Passed | Rejection:
+        kind = Route(item.text("route"))
+        if kind is Route.TEST:
+            return item.adding(transform="test")
+        is_python = cast("Data", item.data["candidate"])["language"] == Python.name
+        if kind not in (Route.BUG, Route.FEATURE) or not is_python:
+            return item
+        return [item, *(self._transformed(item, name) for name in self._transforms)]
+
+    def _transformed(self, item: Item, name: str) -> Item:
+        id = f"{item.id}-{name}"
+        return Item(
+            id, {**item.data, "candidate": {**cast("Data", item.data["candidate"]), "id": id}, "transform": name}
+        )
+
+
+class _Testing(_Sandboxed):
+    name = "testing"
+
+    def process(self, item: Item, context: Context) -> Passed | Rejection:
+        if item.data.get("transform") != "test":
+            return item
+        candidate = _candidate(item, context)
+        trees = context.run(self._find(candidate, item))
+        if isinstance(trees, Rejection):
+            return trees
+        statement = testing_statement(candidate, _statement(item), trees)
+        stored = context.put(json.dumps(trees.to_dict()).encode())
+        return item.adding(statement=asdict(statement), trees=stored)
+
+    async def _find(self, candidate: Candidate, item: Item) -> Trees | Rejection:
+        return await find_trees(candidate, await self.runner.image(candidate, _environment(item)), self.runner)
 
 
 class _Verify(_Sandboxed):
@@ -355,14 +420,13 @@ class _Verify(_Sandboxed):
 
 
 def _files(item: Item, context: Context) -> dict[str, FolderFile]:
-    return task_files(
-        _candidate(item, context),
-        _environment(item),
-        _observation(item),
-        _statement(item),
-        Route(item.text("route")),
-        {"mutants": item.data["mutants"]},
-    )
+    facts = {"mutants": item.data["mutants"]}
+    found = (_candidate(item, context), _environment(item), _observation(item))
+    match item.data.get("transform"):
+        case "test":
+            return testing_files(*found, _statement(item), json.loads(context.get(item.text("trees"))), facts)
+        case _:
+            return task_files(*found, _statement(item), Route(item.text("route")), facts)
 
 
 def _named_files(item: Item, context: Context) -> tuple[str, Mapping[str, FolderFile]]:

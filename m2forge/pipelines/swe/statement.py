@@ -27,6 +27,7 @@ MAX_SHOWN_TESTS = 20
 MIN_LINE = 12
 """Characters from which a line of the patch is recognised in a text."""
 _ENDINGS = tuple(SOURCE_ENDINGS)
+CLOSING = "Change the source so that this holds, and let everything that works go on working."
 _ORDER = ("issue", "pull request", "commit", "changelog", "readme")
 _LINK = re.compile(r"<?\bhttps?://[^\s<>)\]]+>?")
 _HASH = re.compile(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b")
@@ -71,7 +72,7 @@ def assemble(candidate: Candidate, kind: str, text: str, failing: Sequence[str])
         )
     if not failing:
         parts.append(f"The tests must take at most {MAX_RATIO:.0%} of the CPU time that they take now.")
-    parts.append("Change the source so that this holds, and let everything that works go on working.")
+    parts.append(CLOSING)
     return Statement("\n\n".join(parts) + "\n", kind, tuple(names))
 
 

@@ -8,9 +8,10 @@
 
 A change without F2P that is said to be faster becomes a task of speed: P2P must pass, and the same tests must take less
 CPU time than at the base (`speed_tests`). One that is said to be a refactoring has goals of structure (`goal`), whose
-tests are its F2P. A run that did not finish decides nothing. Up to `MAX_MUTANTS` mutants of
-lines that the golden patch adds show whether the tests see the change: at least `MIN_KILLED` of those that finish must
-fail a listed test. A task without a single mutable line (data, for instance) passes this gate.
+tests are its F2P. One of tests alone becomes a task of writing tests (`testing`). A run that did not finish decides
+nothing. Up to `MAX_MUTANTS` mutants of lines that the golden patch adds show whether the tests see the change: at least
+`MIN_KILLED` of those that finish must fail a listed test. A task without a single mutable line (data, for instance)
+passes this gate.
 """
 
 import random
@@ -52,6 +53,7 @@ class Route(StrEnum):
     BUG = "bug"
     FEATURE = "feature"
     PERF = "perf"
+    TEST = "test"
     REFACTOR = "refactor"
 
 
@@ -145,7 +147,9 @@ def routed_without_change(candidate: Candidate) -> Route | None:
     """What kind of task a candidate can be if it changes no test's outcome. Whether it is faster is measured when the
     folder is verified."""
     if candidate.language != Python.name:
-        return None  # Workloads and goals of structure are made for Python alone.
+        return None  # Workloads, goals of structure and verification of written tests are made for Python alone.
+    if not any(candidate.toolchain.is_source(path) for path in swe_tests.patched_files(candidate.patch)):
+        return Route.TEST
     if names_speed(candidate):
         return Route.PERF
     fixes = any(_FIXES.search(text.text) for text in candidate.texts)
@@ -154,7 +158,8 @@ def routed_without_change(candidate: Candidate) -> Route | None:
 
 def route(candidate: Candidate, observation: Observation) -> Route:
     """What kind of task a candidate is. A change that makes something possible is a feature."""
-    if not observation.fail_to_pass and (other := routed_without_change(candidate)) is not None:
+    other = routed_without_change(candidate)
+    if other is not None and (other is Route.TEST or not observation.fail_to_pass):
         return other
     text = "\n".join(text.text for text in candidate.texts)
     errors = [observation.messages.get(id, "") for id in observation.fail_to_pass]

@@ -89,15 +89,18 @@ def test_only_permissive_licences_pass(metadata: str, files: dict[str, str], is_
         assert found.reason == "licence"
 
 
-def test_a_change_needs_source_and_tests() -> None:
-    def reason(**changes: str) -> str:
+def test_a_change_needs_source_and_tests_or_tests_alone() -> None:
+    def change(**changes: str) -> Candidate | Rejection:
         new = {**projects.OLD, **changes}
-        found = make_candidate("a", "sums", projects.release(projects.OLD), projects.release(new), {})
-        assert isinstance(found, Rejection)
-        return found.reason
+        return make_candidate("a", "sums", projects.release(projects.OLD), projects.release(new), {})
 
-    assert reason(**{"sums.py": projects.FIXED}) == "tests unchanged"
-    assert reason(**{"tests/test_sums.py": projects.NEW_TESTS}) == "source unchanged"
+    for changes, reason in (({"sums.py": projects.FIXED}, "tests unchanged"), ({"README": "a"}, "source unchanged")):
+        found = change(**changes)
+        assert isinstance(found, Rejection)
+        assert found.reason == reason
+    alone = change(**{"tests/test_sums.py": projects.NEW_TESTS})
+    assert isinstance(alone, Candidate)
+    assert alone.patch == ""
 
 
 def test_the_changelog_gives_the_part_of_the_new_version() -> None:

@@ -43,6 +43,8 @@ from m2forge.tasks.folders.swe_bench import BASE_IMAGE, TESTBED, USER
 
 METADATA_FOLDER = "/opt/metadata"
 PIP_S = 300.0
+RUNNABLE_NAME = r"(?:tests?\.|test_|.*_test\.).*py$"
+"""Names of test files that pytest can be given."""
 _BUILD_FILE = re.compile(r"pyproject\.toml|setup\.(?:py|cfg)")
 _TEST_EXTRAS = ("test", "tests", "testing")
 _TEST_FILES = re.compile(
@@ -143,7 +145,7 @@ class Python(Toolchain):
 
     def _is_runnable(self, path: str) -> bool:
         name = PurePosixPath(path).name
-        return path.endswith(".py") and self.is_test(path) and bool(re.match(r"tests?\.|test_|.*_test\.", name))
+        return path.endswith(".py") and self.is_test(path) and bool(re.match(RUNNABLE_NAME, name))
 
     def requirements(self, release: Release, edits: Edits) -> list[str]:
         runtime, wanted = _edited(release, edits)

@@ -27,6 +27,8 @@ LOGS, REPORT_PATH = "/logs/verifier", f"/logs/verifier/{REPORT}"
 SOURCE_ENDINGS = frozenset({".py", ".pyx", ".js", ".mjs", ".cjs", ".ts", ".c", ".h", ".cc", ".cpp", ".go", ".rs"})
 _TEST_FILE = re.compile(r"(?:^|/)(?:tests?|test_[^/]*|[^/]*_test|[^/]*\.(?:test|spec)|conftest)\.\w+$")
 _TEST_FOLDER = re.compile(r"^testing/|(?:^|/)(?:tests?|__tests__)/")
+TEST_PATH = f"(?:{_TEST_FILE.pattern})|(?:{_TEST_FOLDER.pattern})"
+"""Searched in a path: what `is_test` accepts."""
 
 
 @dataclass(frozen=True, slots=True)
