@@ -21,7 +21,7 @@ Seconds = Annotated[float, Field(gt=0)]
 Pair = Annotated[str, StringConstraints(pattern=r"^\S+ \S+ \S+$")]
 Pinned = Annotated[str, StringConstraints(pattern=r"^\S+ \S+$")]
 RouteName = Literal["bug", "feature", "perf", "test", "refactor"]
-Transform = Literal["test"]
+Transform = Literal["test", "review"]
 
 
 class RepositoryConfig(Config):
@@ -68,7 +68,8 @@ class SweConfig(Config):
     routes: Annotated[tuple[RouteName, ...], Field(min_length=1)] = ("bug", "feature", "perf", "test", "refactor")
     """The kinds of tasks that are wanted; candidates of other kinds are rejected."""
     transforms: tuple[Transform, ...] = ()
-    """More tasks of the same candidates. test: write tests that see the fault or the missing feature."""
+    """More tasks of the same bugs and features. test: write tests that find the bug or the lack. review: find the fault
+    in a change, which half of the changes have."""
     base_image: str = "host"
     """The image in which tests run, in place of the Dockerfile's base: a name of `m2forge image list`, or `host`. It
     needs python3 and git."""

@@ -12,21 +12,36 @@
     judge         with a judge: statements that contradict the tests or need guessing are rejected
     transform     beside the plain task, others of the same candidate
     testing       of tasks of writing tests: trees that the project's own tests tell apart
+    review        of tasks of code review: the change with and without a fault
+    balance       half of these tasks get the fault
     verify        lint; the solution has perf 1, nothing has perf 0
 
 All stages but the first and the last run the project's code in sandboxes only. Folders are written to `tasks/`.
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import random
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
 from m2forge.errors import DataError, NotFoundError
 from m2forge.pipelines.output import WriteFolders
-from m2forge.pipelines.stage import Context, Item, Passed, Pipeline, Rejection, Source, Stage
+from m2forge.pipelines.stage import (
+    Context,
+    Item,
+    Outcome,
+    Passed,
+    Pipeline,
+    Rejection,
+    SetStage,
+    Source,
+    Stage,
+)
 from m2forge.pipelines.swe.candidate import Candidate, permissive
+from m2forge.pipelines.swe.code_review import Review as CodeReview
+from m2forge.pipelines.swe.code_review import find_reviews, review_files
 from m2forge.pipelines.swe.config import BuildModelConfig, SweConfig
 from m2forge.pipelines.swe.environment import Built, Runner, build
 from m2forge.pipelines.swe.goal import add_goals, goal_statement
@@ -80,8 +95,9 @@ def make_pipeline(config: SweConfig) -> Pipeline:
     )
     models = ((_Rewrite, config.writer), (_Judge, config.judge))
     reviews = (stage(model) for stage, model in models if model is not None)
-    last = (_Transform(config.transforms), _Testing(runner), _Verify(runner), WriteFolders("tasks", _named_files))
-    return Pipeline(_Specs(config), (*stages, *reviews, *last))
+    transforms = (_Transform(config.transforms), _Testing(runner), _Review(runner), _Balance())
+    last = (_Verify(runner), WriteFolders("tasks", _named_files))
+    return Pipeline(_Specs(config), (*stages, *reviews, *transforms, *last))
 
 
 # -- candidates -------------------------------------------------------------------------------------------------------
@@ -412,6 +428,42 @@ class _Testing(_Sandboxed):
         return await find_trees(candidate, await self.runner.image(candidate, _environment(item)), self.runner)
 
 
+class _Review(_Sandboxed):
+    name = "review"
+
+    def process(self, item: Item, context: Context) -> Passed | Rejection:
+        if item.data.get("transform") != "review":
+            return item
+        found = context.run(self._find(_candidate(item, context), item, context))
+        if isinstance(found, Rejection):
+            return found
+        return item.adding(reviews=[context.put(json.dumps(review.to_dict()).encode()) for review in found])
+
+    async def _find(
+        self, candidate: Candidate, item: Item, context: Context
+    ) -> tuple[CodeReview, CodeReview] | Rejection:
+        image = await self.runner.image(candidate, _environment(item))
+        kind = Route(item.text("route"))
+        return await find_reviews(candidate, _observation(item), kind, image, self.runner, context.random(item))
+
+
+class _Balance(SetStage):
+    """Decides by the run's seed which of two successive reviews gets the fault."""
+
+    name = "balance"
+
+    def process_all(self, items: Iterable[Item], context: Context) -> Iterator[Outcome]:
+        number = 0
+        for item in items:
+            if item.data.get("transform") != "review":
+                yield item
+                continue
+            is_first = random.Random(f"{context.seed} {number // 2}").random() < 0.5
+            clean, faulty = cast("list[str]", item.data["reviews"])
+            yield item.adding(review=faulty if is_first == (number % 2 == 0) else clean)
+            number += 1
+
+
 class _Verify(_Sandboxed):
     name = "verify"
 
@@ -425,6 +477,8 @@ def _files(item: Item, context: Context) -> dict[str, FolderFile]:
     match item.data.get("transform"):
         case "test":
             return testing_files(*found, _statement(item), json.loads(context.get(item.text("trees"))), facts)
+        case "review":
+            return review_files(*found, json.loads(context.get(item.text("review"))), facts)
         case _:
             return task_files(*found, _statement(item), Route(item.text("route")), facts)
 

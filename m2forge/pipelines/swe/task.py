@@ -203,7 +203,7 @@ class Mutants:
 
 
 async def run_mutants(candidate: Candidate, observation: Observation, image: TaskImage, runner: Runner) -> Mutants:
-    targets = _ordered_targets(observation)
+    targets = ordered_targets(observation)
     killed, undecided, survived = 0, 0, list[str]()
     async with runner.opened(image) as sandbox:
         for patch in (candidate.patch, candidate.test_patch):
@@ -273,7 +273,7 @@ def _names_of_target(target: str) -> tuple[str, str]:
     return target, target.removesuffix(".py").replace("/", ".")
 
 
-def _ordered_targets(observation: Observation) -> list[str]:
+def ordered_targets(observation: Observation) -> list[str]:
     """Targets with F2P first, where most mutants die."""
     return list(dict.fromkeys(id.partition("::")[0] for id in observation.wanted))
 
@@ -300,7 +300,7 @@ def task_files(
         "FAIL_TO_PASS": list(observation.fail_to_pass),
         "PASS_TO_PASS": list(observation.pass_to_pass),
     }
-    toolchain, targets = candidate.toolchain, _ordered_targets(observation)
+    toolchain, targets = candidate.toolchain, ordered_targets(observation)
     if candidate.language != Python.name:
         record |= {"language": candidate.language, "report": toolchain.report}
         record["command"] = list[JsonValue](toolchain.command(targets))

@@ -86,13 +86,14 @@ def folders(run_dir: Path) -> dict[str, list[TaskFolder]]:
 
 @pytest.mark.long
 def test_one_history_becomes_tasks_of_all_kinds(tmp_path: Path) -> None:
-    run_dir = run(tmp_path, 'transforms = ["test"]')
+    run_dir = run(tmp_path, 'transforms = ["test", "review"]')
     found = folders(run_dir)
-    assert {kind: len(some) for kind, some in found.items()} == {"bug": 1, "refactor": 1, "test": 2}
+    assert {kind: len(some) for kind, some in found.items()} == {"bug": 1, "refactor": 1, "review": 1, "test": 2}
     check_refactoring(found["refactor"][0])
     fix, alone = sorted(found["test"], key=lambda folder: "clamp" in folder.instruction())
     check_tests_of_a_fix(fix)
     check_tests_alone(alone)
+    check_review(found["review"][0])
     check_written_tests(fix)
 
 
@@ -109,6 +110,16 @@ def check_tests_of_a_fix(folder: TaskFolder) -> None:
     instance = json.loads((folder.path / "tests" / "instance.json").read_text())
     assert instance["num_needed"] >= 1
     assert [len(instance[key]) for key in ("right", "wrong")] == [3, 1]
+
+
+def check_review(folder: TaskFolder) -> None:
+    diff = (folder.path / "environment" / "testbed" / "change.diff").read_text()
+    assert diff.startswith("--- a/sums.py\n+++ b/sums.py\n")
+    assert "Let total count" not in folder.instruction() + diff
+    fault = json.loads((folder.path / "tests" / "fault.json").read_text())
+    answer = json.loads((folder.path / "solution" / "review.json").read_text())
+    assert answer["fault"] is (fault is not None)
+    assert hidden_in(folder, "test_total_of_all_numbers") == []
 
 
 def check_tests_alone(folder: TaskFolder) -> None:
