@@ -3,7 +3,7 @@
     terminal    the tasks of the labelled sample, each with every text of its instruction from no hint to all
     swe         two pairs of releases, and injected bugs
 
-    python benchmarks/folder_lint.py --harbor build/harbor/bin/harbor [--runs DIR] [--quick] [--json]
+    python benchmarks/folder_lint.py --harbor build/harbor/bin/harbor [--bugs NUM] [--runs DIR] [--quick] [--json]
 
 `make test-harbor` installs Harbor there. Sdists and wheels are downloaded on first use. --quick: one question of four,
 and five bugs. --runs: the runs stay there, and the same command resumes them.
@@ -34,11 +34,11 @@ NUM_BUGS, NUM_FOLDERS = 25, 300
 """Bugs of each release; folders of both together."""
 
 
-def swe_folders(runs: Path, quick: bool) -> list[Path]:
+def swe_folders(runs: Path, quick: bool, num_bugs: int) -> list[Path]:
     table = {
         "sdists": () if quick else PAIRS,
         "injected": RELEASES[:1] if quick else RELEASES,
-        "num_bugs": 5 if quick else NUM_BUGS,
+        "num_bugs": 5 if quick else num_bugs,
     }
     run_dir = run_pipeline(PipelineConfig.model_validate({"name": "swe", "workers": 2, "swe": table}), runs)
     return sorted((run_dir / "tasks").iterdir())
@@ -76,12 +76,16 @@ def harbor_findings(harbor: Path, folders: Sequence[Path]) -> list[str]:
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--harbor", type=Path, required=True, help="Harbor's program")
+    parser.add_argument("--bugs", type=int, default=NUM_BUGS, help="bugs of each release")
     parser.add_argument("--runs", type=Path, help="where the runs stay")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         runs = (options.runs or Path(scratch)).absolute()
         runs.mkdir(parents=True, exist_ok=True)
-        found = {"terminal": terminal_folders(runs, options.quick), "swe": swe_folders(runs, options.quick)}
+        found = {
+            "terminal": terminal_folders(runs, options.quick),
+            "swe": swe_folders(runs, options.quick, options.bugs),
+        }
         rows, num_theirs, num_ours = [], 0, 0
         for name, folders in found.items():
             theirs = harbor_findings(options.harbor, folders)
