@@ -68,16 +68,22 @@ class Probe:
         """Run the attempts to their end, or for so many turns of the policy; by family."""
         for _ in range(max_turns):
             under_way = [attempt for attempt in attempts if not attempt.is_over]
-            for attempt, ids in zip(under_way, self._sample(under_way), strict=True):
-                parser = self._format.parser(attempt.tools)
-                tokenizer = self._format.tokenizer
-                # Networks know a few more ids than their tokenizers; these have no text.
-                parser.feed(tokenizer.decode_bytes([id for id in ids if id < tokenizer.vocab_size]))
-                attempt.take(parser.finish())
+            for attempt, completion in zip(under_way, self.complete(under_way), strict=True):
+                attempt.take(completion)
         solved: dict[str, list[bool]] = {}
         for attempt in attempts:
             solved.setdefault(family_name(attempt.task), []).append(attempt.is_solved)
         return {name: sum(found) / len(found) for name, found in solved.items()}
+
+    def complete(self, attempts: Sequence[Attempt]) -> list[Completion]:
+        """The policy's next turn in each attempt."""
+        completions = []
+        for attempt, ids in zip(attempts, self._sample(attempts), strict=True):
+            parser, tokenizer = self._format.parser(attempt.tools), self._format.tokenizer
+            # Networks know a few more ids than their tokenizers; these have no text.
+            parser.feed(tokenizer.decode_bytes([id for id in ids if id < tokenizer.vocab_size]))
+            completions.append(parser.finish())
+        return completions
 
     def _sample(self, attempts: Sequence[Attempt]) -> list[list[int]]:
         sampled: list[list[int]] = [[] for _ in attempts]
