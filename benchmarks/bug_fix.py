@@ -156,10 +156,7 @@ def prepare(gguf: Sequence[Path], folder: Path, tasks: Path, sizes: Sequence[int
         return dest
     base = make_base(gguf, folder)
     lines = (tasks / "demonstrations.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    shown = {json.loads(line)["messages"][1]["content"] for line in lines}
-    probed = [task for task in JsonlFamily(tasks / "bugs.jsonl").tasks if task.metadata["split"] == "train"]
-    fresh = [task for task in probed if task.instruction not in shown]
-    probed = random.Random(0).sample(fresh, NUM_PROBED) if len(fresh) >= NUM_PROBED else probed[:NUM_PROBED]
+    train = [task for task in JsonlFamily(tasks / "bugs.jsonl").tasks if task.metadata["split"] == "train"]
     probe = Probe(base)
     for num in sizes or SIZES:
         part = folder / f"sft-{num}"
@@ -170,6 +167,7 @@ def prepare(gguf: Sequence[Path], folder: Path, tasks: Path, sizes: Sequence[int
         made = run_sft(load(SFTConfig, SFT_CONFIG, settings), part)
         trained_s = time.monotonic() - started_s
         probe.load(made, num)
+        probed = other_tasks(train, lines[:num])
         success = share_solved(probe, probed)
         spent = f"SFT {trained_s:.0f} s, probe {time.monotonic() - started_s - trained_s:.0f} s"
         print(f"{num} demonstrations: {success:.1%} of {len(probed)} training tasks; {spent}", flush=True)
@@ -177,6 +175,13 @@ def prepare(gguf: Sequence[Path], folder: Path, tasks: Path, sizes: Sequence[int
             break
     made.rename(dest)
     return dest
+
+
+def other_tasks(tasks: Sequence[Task], shown: Sequence[str]) -> list[Task]:
+    """Tasks on functions that occur in no demonstration; a sample."""
+    instructions = {json.loads(line)["messages"][1]["content"] for line in shown}
+    others = [task for task in tasks if task.instruction not in instructions]
+    return random.Random(0).sample(others, min(len(others), NUM_PROBED))
 
 
 def share_solved(probe: Probe, tasks: Sequence[Task]) -> float:
