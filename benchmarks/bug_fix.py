@@ -150,15 +150,16 @@ class RepairAttempt(Attempt):
 
 
 def prepare(gguf: Sequence[Path], folder: Path, tasks: Path, sizes: Sequence[int]) -> Path:
-    """The model that solves enough, in `folder/model`; one that is there is taken."""
+    """The model that solves enough, in `folder/model`; one that is there is taken. One size is taken as it is."""
     dest = folder / "model"
     if dest.is_dir():
         return dest
     base = make_base(gguf, folder)
     lines = (tasks / "demonstrations.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     train = [task for task in JsonlFamily(tasks / "bugs.jsonl").tasks if task.metadata["split"] == "train"]
-    probe = Probe(base)
-    for num in sizes or SIZES:
+    tried = sizes or SIZES
+    probe = Probe(base) if len(tried) > 1 else None
+    for num in tried:
         part = folder / f"sft-{num}"
         part.mkdir(parents=True, exist_ok=True)
         (part / "demonstrations.jsonl").write_text("".join(lines[:num]), encoding="utf-8")
@@ -166,6 +167,8 @@ def prepare(gguf: Sequence[Path], folder: Path, tasks: Path, sizes: Sequence[int
         started_s = time.monotonic()
         made = run_sft(load(SFTConfig, SFT_CONFIG, settings), part)
         trained_s = time.monotonic() - started_s
+        if probe is None:
+            break
         probe.load(made, num)
         probed = other_tasks(train, lines[:num])
         success = share_solved(probe, probed)

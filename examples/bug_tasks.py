@@ -37,9 +37,10 @@ from examples.bug_agent import CHECK, CODE, TESTS, TOOLS, edit, first_messages, 
 from m2forge.errors import EngineError, M2ForgeError
 from m2forge.files import write_atomic
 from m2forge.pipelines.stage import Rejection
-from m2forge.pipelines.swe.candidate import Release, is_source, permissive
+from m2forge.pipelines.swe.candidate import Release, permissive
 from m2forge.pipelines.swe.mutation import mutations
 from m2forge.pipelines.swe.source import read_archive, sdist_path
+from m2forge.pipelines.swe.toolchains.python import Python
 from m2forge.protocols import Command, Sandbox
 from m2forge.records import JsonValue
 from m2forge.sandbox.backend import open_sandbox
@@ -190,8 +191,9 @@ class Bug:
 
 def functions(package: str, release: Release) -> Iterator[Function]:
     """Functions that may be taken, each with the imports and constants it uses."""
+    toolchain = Python()
     for path, file in sorted(release.tree.items()):
-        if not (path.endswith(".py") and is_source(path)):
+        if not (path.endswith(".py") and toolchain.is_source(path)):
             continue
         try:
             tree = ast.parse(file.content)
