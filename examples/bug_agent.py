@@ -32,7 +32,7 @@ def _tool(name: str, description: str, **parameters: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
 
 
-TOOLS = [
+TOOLS: list[Any] = [
     _tool("read", "Show code.py."),
     _tool("edit", "Replace a line of the given code.py.", line="integer", text="string"),
     _tool("test", "Run the tests."),

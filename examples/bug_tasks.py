@@ -37,10 +37,11 @@ from examples.bug_agent import CHECK, CODE, TESTS, TOOLS, edit, first_messages, 
 from m2forge.errors import EngineError, M2ForgeError
 from m2forge.files import write_atomic
 from m2forge.pipelines.stage import Rejection
-from m2forge.pipelines.swe.candidate import Release, permissive
+from m2forge.pipelines.swe.candidate import permissive
 from m2forge.pipelines.swe.mutation import mutations
 from m2forge.pipelines.swe.source import read_archive, sdist_path
 from m2forge.pipelines.swe.toolchains.python import Python
+from m2forge.pipelines.swe.tree import Release
 from m2forge.protocols import Command, Sandbox
 from m2forge.records import JsonValue
 from m2forge.sandbox.backend import open_sandbox
@@ -348,7 +349,7 @@ def find_examples(found: Sequence[Function], lab: Lab, seed: int) -> list[tuple[
     ]
     chosen = []
     for function, result in zip(found, lab.run(jobs), strict=True):
-        examples = dict(result) if isinstance(result, list) else {}  # type: ignore[arg-type]
+        examples = dict(result) if isinstance(result, list) else {}
         if examples := _choose(examples):
             chosen.append((function, examples))
     # A second process has another hash seed, and runs each call once.

@@ -17,7 +17,7 @@ from m2forge.agents.attempt import Job
 from m2forge.agents.worker_pool import WorkerPool
 from m2forge.agents.workspace import Workspaces
 from m2forge.config import load
-from m2forge.pipelines.swe.candidate import Release
+from m2forge.pipelines.swe.tree import Release
 from m2forge.protocols import Endpoint
 from m2forge.records import Submission
 from m2forge.rl.config import RLConfig, WorkerAgentConfig
