@@ -22,7 +22,7 @@ from m2forge.pipelines.swe.environment import Runner, build, limit_s
 from m2forge.pipelines.swe.mutation import Mutation, functions, mutations
 from m2forge.pipelines.swe.toolchains.table import detect
 from m2forge.pipelines.swe.toolchains.toolchain import Environment, Outcomes, TestRun, Toolchain
-from m2forge.pipelines.swe.tree import Release
+from m2forge.pipelines.swe.tree import Release, Tree
 from m2forge.protocols import Sandbox
 from m2forge.records import JsonValue
 from m2forge.tasks.folders.task_image import TaskImage
@@ -61,15 +61,16 @@ async def prepare_release(package: str, release: Release, licence: str, runner: 
     built = await build(whole, runner)
     if isinstance(built, Rejection):
         return built
-    runs = [built.run, *await _repeat(toolchain, built.image, targets, NUM_RUNS - 1, runner)]
+    # A test that stands in a source file, or in its documentation, cannot be hidden.
+    targets = _targets(places(toolchain, release.tree, sorted(built.run.passed)))
+    runs = [built.run, *(await _repeat(toolchain, built.image, targets, NUM_RUNS - 1, runner) if targets else ())]
     if problem := next((run.problem for run in runs if run.problem is not None), None):
         return Rejection("unfinished", {"problem": problem})
     passing = frozenset.intersection(*(frozenset(run.passed) for run in runs))
-    if not passing:
+    if not passing or not targets:
         return Rejection("no P2P", {"output": built.run.output[-3000:]})
-    return Sound(
-        package, release, licence, toolchain, built.environment, built.image, passing, max(run.cpu_s for run in runs)
-    )
+    cpu_s = max(run.cpu_s for run in runs)
+    return Sound(package, release, licence, toolchain, built.environment, built.image, passing, cpu_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class Bug:
 async def inject(sound: Sound, num: int, runner: Runner, generator: random.Random) -> list[Bug]:
     """Up to `num` bugs, each with another fault."""
     found: list[Candidate] = []
-    targets = sorted({id.partition("::")[0] for id in sound.passing})
+    targets = _targets(sound.passing)
     faults = _faults(sound, generator, num * MAX_TRIES)
     async with AsyncExitStack() as stack:
         sandboxes = [await stack.enter_async_context(runner.opened(sound.image)) for _ in range(NUM_SANDBOXES)]
@@ -150,9 +151,9 @@ def _faults(sound: Sound, generator: random.Random, num: int) -> list[tuple[str,
 def _candidate(sound: Sound, path: str, mutation: Mutation, broken: Sequence[str]) -> Candidate | Rejection:
     tree = dict(sound.release.tree)
     tree[path] = replace(tree[path], content=mutation.apply(tree[path].content.decode()).encode())
-    places = _places(sound, broken)
+    located = places(sound.toolchain, sound.release.tree, broken)
     names: dict[str, set[str]] = {}
-    for file, function in places.values():
+    for file, function in located.values():
         names.setdefault(file, set()).add(function)
     for file, hidden in names.items():
         pruned = without_tests(file, tree[file].content.decode(errors="surrogateescape"), hidden)
@@ -173,15 +174,18 @@ def _candidate(sound: Sound, path: str, mutation: Mutation, broken: Sequence[str
     if isinstance(candidate, Rejection):
         return candidate
     # Tests of other targets say nothing about this fault, and make every gate slower.
-    return replace(candidate, targets=tuple(sorted({id.partition("::")[0] for id in places})))
+    return replace(candidate, targets=_targets(located))
 
 
-def _places(sound: Sound, ids: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Test files and functions of tests. Tests that stand in source files have none: they stay visible."""
-    is_test, tree = sound.toolchain.is_test, sound.release.tree
-    tests = {path: file.content.decode(errors="replace") for path, file in tree.items() if is_test(path)}
-    located = {id: sound.toolchain.locate(id, tests) for id in ids}
+def places(toolchain: Toolchain, tree: Tree, ids: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Test files and functions of tests. Tests that stand in source files have none."""
+    tests = {path: file.content.decode(errors="replace") for path, file in tree.items() if toolchain.is_test(path)}
+    located = {id: toolchain.locate(id, tests) for id in ids}
     return {id: place for id, place in located.items() if place is not None}
+
+
+def _targets(ids: Collection[str]) -> tuple[str, ...]:
+    return tuple(sorted({id.partition("::")[0] for id in ids}))
 
 
 def without_tests(path: str, source: str, names: Collection[str]) -> str | None:
