@@ -73,6 +73,7 @@ from m2forge.pipelines.swe.task import (
     verify_files,
 )
 from m2forge.pipelines.swe.testing import Trees, find_trees, testing_files, testing_statement
+from m2forge.pipelines.swe.toolchains.c import without_generated
 from m2forge.pipelines.swe.toolchains.python import Python
 from m2forge.pipelines.swe.toolchains.toolchain import Environment, Outcomes, TestRun
 from m2forge.pipelines.swe.tree import Release, pack_tree, unpack_tree
@@ -209,7 +210,8 @@ class _Candidates(_Sandboxed):
         package, version = str(item.data["package"]), str(item.data["new"])
         local = item.data.get("path")
         path = sdist_path(package, version, self._config.index) if local is None else Path(str(local))
-        release = replace(read_release(path), name=version)
+        release = read_release(path)
+        release = replace(release, tree=without_generated(release.tree), name=version)
         licence = permissive(release)
         if isinstance(licence, Rejection):
             return licence
