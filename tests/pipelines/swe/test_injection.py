@@ -2,22 +2,26 @@
 
 import ast
 import asyncio
-from collections.abc import Sequence
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
+from m2forge.pipelines.swe import injection
 from m2forge.pipelines.swe.environment import Runner
-from m2forge.pipelines.swe.injection import broken_tests, without_functions, without_tests
+from m2forge.pipelines.swe.injection import Sound, broken_tests, inject, without_functions, without_tests
 from m2forge.pipelines.swe.pipeline import _packed_runs, _unpacked_runs
 from m2forge.pipelines.swe.task import NUM_RUNS, Observation, observe
-from m2forge.pipelines.swe.toolchains.toolchain import Outcomes, TestRun, Toolchain
+from m2forge.pipelines.swe.toolchains.python import Python
+from m2forge.pipelines.swe.toolchains.toolchain import Environment, Outcomes, TestRun, Toolchain
 from m2forge.tasks.folders.task_image import TaskImage
 from tests.pipelines.swe import projects
 
 P, F = Outcomes.PASSED, Outcomes.FAILED
-FIRST = "tests/test_sums.py::test_first"
+FIRST, TOTAL = "tests/test_sums.py::test_first", "tests/test_sums.py::test_total_of_all_numbers"
 
 
 @pytest.mark.parametrize(
@@ -112,7 +116,7 @@ class Scripted:
     ) -> TestRun:
         self.num_runs += 1
         is_fixed = not patches or len(patches) == 2
-        return TestRun({"tests/test_sums.py::test_total_of_all_numbers": P if is_fixed else F, FIRST: P}, cpu_s=0.5)
+        return TestRun({TOTAL: P if is_fixed else F, FIRST: P}, cpu_s=0.5)
 
 
 def test_known_runs_of_the_release_decide_as_new_ones_do() -> None:
@@ -126,3 +130,47 @@ def test_known_runs_of_the_release_decide_as_new_ones_do() -> None:
     known = _unpacked_runs(_packed_runs(after))
     assert asyncio.run(observe(candidate, image, cast("Runner", runner), known)) == plain
     assert runner.num_runs == NUM_RUNS
+
+
+class Kept:
+    """A sandbox that holds one file."""
+
+    text = projects.FIXED
+
+    async def write(self, path: str, content: bytes) -> None:
+        self.text = content.decode()
+
+
+class Executing(Scripted):
+    """A runner that calls the functions of the file."""
+
+    @asynccontextmanager
+    async def opened(self, image: TaskImage) -> AsyncIterator[Kept]:
+        yield Kept()
+
+    async def run_in(self, toolchain: Toolchain, sandbox: Kept, targets: Sequence[str], timeout_s: float) -> TestRun:
+        module: dict[str, Any] = {}
+        exec(sandbox.text, module)
+        outcomes = {}
+        for id, name, numbers, wanted in ((FIRST, "first", [4, 5], 4), (TOTAL, "total", [1, 2, 3], 6)):
+            await asyncio.sleep(0.001 if "None" in sandbox.text else 0)
+            try:
+                outcomes[id] = P if module[name](numbers) == wanted else F
+            except (TypeError, IndexError):
+                outcomes[id] = F
+        return TestRun(outcomes)
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_bugs_do_not_depend_on_how_many_are_tried_at_once(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = projects.release({**projects.NEW, "setup.py": ""}, "1.1")
+    environment = Environment("python", (), (), "3.11")
+    passing = frozenset({FIRST, TOTAL})
+    sound = Sound("sums", release, "MIT", Python(), environment, TaskImage("host"), passing, 0.1)
+    found = []
+    for num_sandboxes in (1, 2, 5):
+        monkeypatch.setattr(injection, "NUM_SANDBOXES", num_sandboxes)
+        bugs = asyncio.run(inject(sound, num, cast("Runner", Executing()), random.Random(1)))
+        found.append([bug.candidate.id for bug in bugs])
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]) == num

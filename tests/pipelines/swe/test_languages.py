@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -101,6 +102,26 @@ def test_a_commit_of_a_go_module_becomes_a_task(tmp_path: Path) -> None:
     assert record["PASS_TO_PASS"] == ["example.com/sums/inner::TestNothing"]
     assert "- `Last`" in folder.instruction()
     assert json.loads((folder.path / "tests" / "instance.json").read_text())["report"] == "go-json"
+
+
+@pytest.mark.long
+def test_bugs_are_injected_into_a_go_module(tmp_path: Path) -> None:
+    pytest.importorskip("tree_sitter_go")
+    need("go")
+    for name, text in {**GO, **GO_FIXED}.items():
+        (tmp_path / "sums-1.0" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "sums-1.0" / name).write_text(text)
+    config = tmp_path / "run.toml"
+    paths = f'injected_paths = ["{tmp_path}/sums-1.0"]'
+    config.write_text(f'name = "r"\nworkers = 1\n[swe]\n{paths}\nnum_bugs = 1\n')
+    assert main(["pipeline", str(config), "--runs", str(tmp_path / "runs")]) == 0
+    (folder,), rejected = read_folders(tmp_path / "runs" / "r" / "tasks")
+    assert rejected == []
+    record = folder_record(folder)
+    failing = [str(id).partition("::Test")[2].partition("/")[0] for id in cast("list[str]", record["FAIL_TO_PASS"])]
+    visible = "".join(path.read_text() for path in (folder.path / "environment" / "testbed").rglob("*_test.go"))
+    assert failing
+    assert not any(f"func Test{name}(" in visible for name in failing)
 
 
 @pytest.mark.long
