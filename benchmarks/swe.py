@@ -69,6 +69,8 @@ REFUSED = {
     "dominate 2.9.0 2.9.1": ("licence",),
 }
 QUICK = ("toolz 1.1.0 1.2.0", "iniconfig 2.3.0 2.3.1", "schema 0.7.5 0.7.7", "dominate 2.9.0 2.9.1")
+RELEASES = ("toolz 1.2.0", "xmltodict 1.0.4", "iniconfig 2.3.1", "uritemplate 4.2.0")
+"""Releases of Python that get faults for other benchmarks."""
 BUGS = {
     "Python": "toolz 1.2.0",
     "JavaScript": "node-minimist_1.2.8+~cs5.3.5.orig.tar.gz",
