@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, cast
 
 from m2forge.agents.attempt import (
     TIMEOUT,
@@ -53,7 +53,7 @@ from m2forge.rl.config import AgentConfig, CommandAgentConfig, LoopAgentConfig, 
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.format import ChatFormat
-from m2forge.text.message import Tool, tool_to_openai
+from m2forge.text.message import Tool, tool_from_openai, tool_to_openai
 
 
 async def require_agent(config: AgentConfig) -> None:
@@ -213,8 +213,7 @@ class Attempts:
                     await self._judge_unit(unit, leases)
 
     async def _judge_unit(self, unit: StoredUnit, leases: Sequence[Lease]) -> None:
-        tools = await self.runner.tasks.tools(unit.task)
-        attempts = await gather(self._attempt(stored, tools) for stored in unit.episodes)
+        attempts = await gather(self._attempt(stored) for stored in unit.episodes)
         judged = await self._in_thread(self._judge.judge, attempts)
         try:
             await self._writer.run(
@@ -228,9 +227,9 @@ class Attempts:
         self.counts.note_group(unit.task, perfs)
         self._on_judged(unit.task, sum(perf == 1 for perf in perfs) / len(perfs))
 
-    async def _attempt(self, stored: StoredEpisode, tools: Sequence[Tool]) -> Attempt:
+    async def _attempt(self, stored: StoredEpisode) -> Attempt:
         verdict = await self._verdict(stored)
-        episode, steps = await self._in_thread(_read, stored, self._format, tools)
+        episode, steps = await self._in_thread(_read, stored, self._format)
         return Attempt(episode, steps, verdict)
 
     async def _verdict(self, stored: StoredEpisode) -> Verdict:
@@ -245,8 +244,8 @@ class Attempts:
         calls = await self._in_thread(lease.writer(self._pool.vocab_size).write_tree, result.tree)
         artifacts = {ANSWER: result.answer, VERDICT: json.dumps(asdict(result.verdict))}
         artifacts |= role_artifacts([str(step["role"]) for step in result.steps])
-        if result.tools:
-            artifacts[TOOLS] = json.dumps([tool_to_openai(tool) for tool in result.tools])
+        if tools := offered_tools(result):
+            artifacts[TOOLS] = json.dumps([tool_to_openai(tool) for tool in tools])
         return await self._writer.end(lease, calls, Outcome(failure=result.failure, artifacts=artifacts))
 
     async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -271,8 +270,16 @@ class Attempts:
         self.counts.num_tokens += sum(sample.logprobs.size for sample in result.tree.samples)
 
 
-def _read(stored: StoredEpisode, format: ChatFormat, tools: Sequence[Tool]) -> tuple[Episode, tuple[Step, ...]]:
+def offered_tools(result: AttemptResult) -> tuple[Tool, ...]:
+    """The tools of the task's family, and those that the agent offered beside them, whose schemas are not recorded."""
+    named = {str(name) for step in result.steps for name in cast("Sequence[str]", step.get("tools", ()))}
+    own = named - {tool.name for tool in result.tools}
+    return (*result.tools, *(Tool(name) for name in sorted(own)))
+
+
+def _read(stored: StoredEpisode, format: ChatFormat) -> tuple[Episode, tuple[Step, ...]]:
     episode = stored.episode()
+    tools = [tool_from_openai(tool) for tool in json.loads(stored.artifacts.get(TOOLS, "[]"))]
     return episode, tuple(read_step(call, format, tools) for call in episode.calls)
 
 

@@ -24,7 +24,7 @@ from m2forge.errors import EngineError
 from m2forge.gateway.config import GatewayConfig
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.pool import Pool, PoolWriter
-from m2forge.pool.stored import Outcome, read_units
+from m2forge.pool.stored import TOOLS, Outcome, read_units
 from m2forge.protocols import Chunk, Prompt
 from m2forge.records import Reward, Submission
 from m2forge.reward.config import RewardConfig
@@ -37,6 +37,7 @@ from m2forge.tasks.catalog import find_family
 from m2forge.tasks.config import VerifyConfig
 from m2forge.tasks.gym import GymFamily
 from m2forge.tasks.runner import BrokenVerifierError, TaskRunner
+from m2forge.text.message import Message, Tool, ToolCall
 from tests.gateway.dialogue import minimax
 from tests.gateway.live import ADMIN_KEY, Live, live
 from tests.rl.test_eval_attempts import agents_of
@@ -49,8 +50,10 @@ import json, os, sys, urllib.error, urllib.request
 for line in sys.stdin:
     job = json.loads(line)
     for word in job["task"]["instruction"].split():
-        if word == "call":
+        if word in ("call", "use"):
             body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+            if word == "use":
+                body |= {"max_tokens": 64, "tools": [{"type": "function", "function": {"name": "look"}}]}
             headers = {"Authorization": "Bearer " + job["api_key"], "Content-Type": "application/json"}
             url = job["base_url"] + "/chat/completions"
             try:
@@ -231,6 +234,31 @@ def test_an_agent_error_on_the_policys_tokens_is_rewarded_with_0(tmp_path: Path)
     assert [len(episode.calls) for episode in unit.episodes] == [1, 1]
     assert all("no arguments in the call" in (episode.failure or "") for episode in unit.episodes)
     assert [episode.reward and episode.reward.perf for episode in unit.episodes] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("called", ["look", "gone"])
+def test_tools_that_an_agent_brings_are_no_unknown_tools(tmp_path: Path, called: str) -> None:
+    """The family offers `lookup` alone, the agent `look`."""
+
+    async def scene(gateway: Live, pool: Pool) -> None:
+        pool.put([(replace(TASK, instruction="use error"), 2)], "queued")
+        async with attempts_of(gateway.url, ADMIN_KEY, pool, tmp_path) as attempts:
+            for lease in pool.lease("loop", 2):
+                await attempts.run(lease)
+            await attempts.judge_complete()
+
+    says = [Message("assistant", "", "t", (ToolCall(called, {}),))] * 2
+    with (
+        live(minimax(), says, GatewayConfig(port=0), tools=[Tool(called)]) as gateway,
+        open_pool(tmp_path, window={"no_signal": "train"}) as pool,
+    ):
+        asyncio.run(scene(gateway, pool))
+        with pool.database.read() as connection:
+            (unit,) = read_units(connection, [1], pool.vocab_size)
+    for episode in unit.episodes:
+        assert [tool["function"]["name"] for tool in json.loads(episode.artifacts[TOOLS])][-1] == "look"
+        assert episode.reward is not None
+        assert ("unknown_tool" in json.dumps(episode.reward.evidence)) == (called == "gone")
 
 
 def test_an_attempt_whose_worker_died_begins_again_at_no_cost(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from m2forge.pipelines.stage import Rejection
 from m2forge.pipelines.swe.candidate import Candidate, Text, apply_to_tree, make_candidate
 from m2forge.pipelines.swe.goal import add_goals, find_goals, goal_statement
+from m2forge.pipelines.swe.structure import is_renamed
 from tests.pipelines.swe import projects
 
 TWICE = (
@@ -108,3 +109,10 @@ def test_source_alone_may_change_if_it_is_a_refactoring() -> None:
     assert refactoring(RENAMED, "Rename a function").test_patch == ""
     with pytest.raises(AssertionError, match="tests unchanged"):
         refactoring(RENAMED, "Handle empty lists")
+
+
+def test_a_name_that_stays_is_not_renamed() -> None:
+    new = "def total(values):\n    return sum(values)\n"
+    assert is_renamed(new, "add_up", "total")
+    assert not is_renamed(f"{new}\nadd_up = total\n", "add_up", "total")
+    assert not is_renamed("def add_up(values):\n    return sum(values)\n", "add_up", "total")
