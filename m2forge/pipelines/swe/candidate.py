@@ -9,10 +9,12 @@ that names one. It changes both source and tests, or in Python tests alone, or s
 request says that it is a refactoring; anything else is refused with a reason and evidence.
 """
 
+import json
 import os
 import re
 import subprocess
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -288,6 +290,9 @@ def _licence_fields(release: Release) -> Iterator[tuple[str, str]]:
     for value in message.get_all("Classifier", []):
         if value.startswith("License ::") and value.count("::") > 1:
             yield "Classifier", value
+    for path in ("Cargo.toml", "package.json"):
+        if named := _manifest_licence(release.tree, path):
+            yield path, named
     project = read_pyproject(release.tree).get("project", {})
     if isinstance(project, dict):
         licence = project.get("license")
@@ -297,6 +302,18 @@ def _licence_fields(release: Release) -> Iterator[tuple[str, str]]:
         for value in project.get("classifiers", []):
             if str(value).startswith("License ::"):
                 yield "pyproject.toml", str(value)
+
+
+def _manifest_licence(tree: Tree, path: str) -> str:
+    """The licence that the manifest of a Rust or Node package names."""
+    try:
+        text = tree[path].content.decode()
+        table = json.loads(text) if path.endswith(".json") else tomllib.loads(text).get("package", {})
+        licence = table.get("license")
+    except (KeyError, ValueError, AttributeError, RecursionError):
+        return ""
+    # Older manifests of Rust separate a choice of licences by a slash.
+    return licence.replace("/", " OR ") if isinstance(licence, str) and len(licence) < 200 else ""
 
 
 # -- what was written about a change ----------------------------------------------------------------------------------

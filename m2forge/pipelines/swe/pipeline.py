@@ -57,6 +57,7 @@ from m2forge.pipelines.swe.source import (
     pull_request_candidate,
     read_pull_requests,
     read_release,
+    release_files,
     sdist_candidate,
     sdist_path,
 )
@@ -123,7 +124,7 @@ class _Specs(Source):
             if repository.pull_requests is not None:
                 parts.append(_stamp(Path(repository.pull_requests)))
         paths = [*(path for pair in self._config.debian for path in pair), *self._config.injected_paths]
-        return "\n".join([*parts, *(_stamp(Path(path)) for path in paths)])
+        return "\n".join([*parts, *(_stamp(file) for path in paths for file in release_files(Path(path)))])
 
     def read(self, context: Context) -> Iterator[Item | Rejection]:
         config = self._config

@@ -54,16 +54,26 @@ def read_release(path: Path) -> Release:
     if not path.is_dir():
         return read_archive(path)
     files: dict[str, FolderFile] = {}
-    for top, folders, names in os.walk(path):
-        folders[:] = [name for name in folders if name != ".git"]
-        for found in (Path(top) / name for name in names):
-            if found.is_file() and not found.is_symlink():
-                kind = FileKind.EXECUTABLE if found.stat().st_mode & 0o100 else FileKind.FILE
-                files[found.relative_to(path).as_posix()] = FolderFile(found.read_bytes(), kind)
-        if len(files) > MAX_TREE_FILES:
-            raise DataError(f"{path}: holds over {MAX_TREE_FILES} files")
+    num_bytes = 0
+    for found in release_files(path):
+        num_bytes += found.stat().st_size
+        if len(files) >= MAX_TREE_FILES or num_bytes > MAX_TREE_BYTES:
+            raise DataError(f"{path}: holds over {MAX_TREE_FILES} files or {MAX_TREE_BYTES} bytes")
+        kind = FileKind.EXECUTABLE if found.stat().st_mode & 0o100 else FileKind.FILE
+        files[found.relative_to(path).as_posix()] = FolderFile(found.read_bytes(), kind)
     metadata = files.get(METADATA, FolderFile(b"")).content.decode(errors="replace")
     return Release({name: file for name, file in files.items() if not _is_generated(name)}, metadata)
+
+
+def release_files(path: Path) -> Iterator[Path]:
+    """The archive itself, or the regular files of a folder without its repository, in a fixed order."""
+    if not path.is_dir():
+        yield path
+    for top, folders, names in os.walk(path):
+        folders[:] = sorted(name for name in folders if name != ".git")
+        for found in (Path(top) / name for name in sorted(names)):
+            if found.is_file() and not found.is_symlink():
+                yield found
 
 
 def named_release(path: Path) -> tuple[str, str]:

@@ -73,16 +73,21 @@ def need(*programs: str) -> None:
         pytest.skip(f"/usr/bin has no {missing[0]}")
 
 
+def run(tmp_path: Path, table: str) -> list[TaskFolder]:
+    config = tmp_path / "run.toml"
+    config.write_text(f'name = "r"\nworkers = 1\n{table}')
+    assert main(["pipeline", str(config), "--runs", str(tmp_path / "runs")]) == 0
+    folders, rejected = read_folders(tmp_path / "runs" / "r" / "tasks")
+    assert rejected == []
+    return folders
+
+
 def make_task(tmp_path: Path, old: Mapping[str, str], new: Mapping[str, str]) -> TaskFolder:
     message = "Let sums know the last number, and count all of them"
     projects.write_history(tmp_path / "clone", ("Begin", old), (message, new))
-    config = tmp_path / "run.toml"
-    config.write_text(f'name = "r"\nworkers = 1\n[[swe.repositories]]\npath = "{tmp_path}/clone"\npackage = "sums"\n')
-    assert main(["pipeline", str(config), "--runs", str(tmp_path / "runs")]) == 0
-    (folder,), rejected = read_folders(tmp_path / "runs" / "r" / "tasks")
-    assert rejected == []
+    (folder,) = run(tmp_path, f'[[swe.repositories]]\npath = "{tmp_path}/clone"\npackage = "sums"\n')
     assert "Let sums know the last number" in folder.instruction()
-    assert "ast" in folder.instruction()
+    assert "ast`" in folder.instruction()
     return folder
 
 
@@ -131,3 +136,21 @@ def test_a_commit_of_a_rust_crate_becomes_a_task(tmp_path: Path) -> None:
     assert record["language"] == "rust"
     assert record["FAIL_TO_PASS"] == ["tests/first.rs::total", "tests/last.rs::last"]
     assert record["PASS_TO_PASS"] == ["src/lib.rs::tests::inline_first", "tests/first.rs::first"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("language", ["go", "rust"])
+def test_faults_in_a_local_tree_become_tasks(tmp_path: Path, language: str) -> None:
+    need(*{"go": ("go",), "rust": ("cargo", "rustc", "cc")}[language])
+    files = {"go": {**GO, **GO_FIXED}, "rust": {**RUST, **RUST_FIXED}}[language]
+    for path, text in files.items():
+        (tmp_path / "sums-2" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "sums-2" / path).write_text(text)
+    table = f'[swe]\nnum_bugs = 2\ninjected_paths = ["{tmp_path}/sums-2"]\n'
+    folders = run(tmp_path, table)
+    assert folders
+    for folder in folders:
+        record = folder_record(folder)
+        assert record["language"] == language
+        assert folder.path.name.startswith("sums-2-")
+        assert str(record["repo"]) == "injected/sums"
