@@ -280,12 +280,14 @@ class AttemptRunner(Generic[TaskHostT]):
         config, env = await self.tasks.sandbox(task, self.workspaces.config)
         workspace = await asyncio.to_thread(self.workspaces.open, name, task, config, env)
         try:
-            return await self._attempt(name, task, group, workspace, is_exclusive, overrides or Overrides())
+            try:
+                return await self._attempt(name, task, group, workspace, is_exclusive, overrides or Overrides())
+            finally:
+                await asyncio.shield(self._close(workspace))
         except asyncio.CancelledError:
+            # Also while the workspace of an attempt that has ended is closed: nobody receives its result.
             self.gateway.delete_soon(name)
             raise
-        finally:
-            await asyncio.shield(self._close(workspace))
 
     async def _close(self, workspace: Workspace) -> None:
         await workspace.stop()

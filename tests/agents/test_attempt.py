@@ -1,13 +1,14 @@
-"""An attempt that is cancelled while the gateway opens its episode leaves none behind."""
+"""An attempt that is cancelled leaves no episode at the gateway."""
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from m2forge.agents.attempt import AttemptRunner
-from m2forge.agents.workspace import Workspaces
+from m2forge.agents.workspace import Workspace, Workspaces
 from m2forge.protocols import Endpoint
 from m2forge.records import Domain, Task
 
@@ -31,6 +32,22 @@ class Gateway:
         self.said.append("deleted")
 
 
+class SlowWorkspaces(Workspaces):
+    def __init__(self, folder: Path, gateway: Gateway) -> None:
+        super().__init__(folder)
+        self._said = gateway.said
+
+    def close(self, workspace: Workspace) -> None:
+        self._said.append("closing")
+        time.sleep(0.05)
+        super().close(workspace)
+
+
+class EndedRunner(AttemptRunner[Any]):
+    async def _attempt(self, *args: object) -> Any:
+        return "result"
+
+
 class Tasks:
     async def sandbox(self, task: Task, config: Any) -> tuple[Any, dict[str, str]]:
         return config, {}
@@ -50,3 +67,21 @@ def test_a_cancelled_opening_is_deleted_after_it_ended(tmp_path: Path) -> None:
 
     asyncio.run(cancel())
     assert gateway.said == ["asked", "opened", "deleted"]
+
+
+def test_an_ended_attempt_that_is_cancelled_is_deleted(tmp_path: Path) -> None:
+    """While its workspace is closed: its result reaches nobody."""
+    gateway = Gateway()
+    workspaces = SlowWorkspaces(tmp_path, gateway)
+    runner = EndedRunner(cast("Any", None), cast("Any", gateway), cast("Any", Tasks()), workspaces)
+
+    async def cancel() -> None:
+        task = asyncio.create_task(runner.attempt("a", Task("t", Domain.AGENT, "Do it.", 1.0, {}), ""))
+        while "closing" not in gateway.said:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    assert gateway.said == ["closing", "deleted"]

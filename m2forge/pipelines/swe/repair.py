@@ -9,6 +9,7 @@ costs its round. When rounds or tokens are used up, the candidate is rejected: "
 
 import json
 import re
+import tempfile
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
@@ -118,7 +119,12 @@ def _messages(candidate: Candidate, broken: Broken) -> Messages:
     return [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": text}]
 
 
-_UNSTABLE = ((r"\b0x[0-9a-fA-F]{6,}", "0x…"), (r"\b\d+\.\d+ ?s(?:econds)?\b", "… s"), (r"/tmp/[\w.-]+", "/tmp/…"))
+_TEMPORARY = "|".join(dict.fromkeys(("/tmp", re.escape(tempfile.gettempdir()))))
+_UNSTABLE = (
+    (r"\b0x[0-9a-fA-F]{6,}", "0x…"),
+    (r"\b\d+\.\d+ ?s(?:econds)?\b", "… s"),
+    (rf"(?:{_TEMPORARY})/[\w.-]+", "/tmp/…"),
+)
 
 
 def stable(text: str) -> str:

@@ -113,7 +113,7 @@ def test_a_commit_becomes_a_verified_task_folder(whole: Whole) -> None:
     assert [stages[name]["num_asked"] for name in ("repair-1", "repair-2", "rewrite", "judge")] == [1, 0, 1, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_resumes_to_the_same_folders(whole: Whole, tmp_path: Path) -> None:
     check_kills(whole.config, whole.run_dir, whole.endpoint, tmp_path, seed=3)
 
