@@ -37,6 +37,7 @@ from m2forge.pipelines.run import STORE_FILE, run_pipeline
 from m2forge.pipelines.swe.source import download_pinned, package_version
 from m2forge.pipelines.swe.speed_tests import is_faster, measure
 from m2forge.sandbox.config import SandboxConfig
+from m2forge.tasks.folders.export import folder_name
 from m2forge.tasks.folders.folder import read_folders
 from m2forge.tasks.folders.swe_bench import folder_record
 from m2forge.tasks.folders.trial import run_trials
@@ -145,11 +146,12 @@ def results(folder: Path) -> dict[str, Result]:
             found[id] = Result(
                 reason=reason if state == "rejected" else f"failed: {reason}" if state == "failed" else ""
             )
+    ids = {folder_name(id): id for id in found}
     for task in read_folders(folder / "tasks")[0] if any((folder / "tasks").iterdir()) else ():
         record = folder_record(task)
         lists = [record[key] for key in ("FAIL_TO_PASS", "PASS_TO_PASS")]
         counts = [len(tests) for tests in lists if isinstance(tests, list)]
-        found[task.path.name] = Result(
+        found[ids.get(task.path.name, task.path.name)] = Result(
             counts[0], counts[1], str(task.config.task.keywords[0] if task.config.task else "")
         )
     return found
