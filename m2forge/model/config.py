@@ -188,7 +188,7 @@ class LoRAConfig(Config):
     `experts\\.\\d+\\.w[123]`. Projections of attention and FFNs can have one; of experts, all of a layer."""
 
     seed: int = Field(default=0, ge=0)
-    """Of the first of the two matrices; the second is 0 at the start."""
+    """Seed of the first of the two matrices; the second is 0 at the start."""
 
     @property
     def scale(self) -> float:

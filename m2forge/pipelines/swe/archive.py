@@ -26,7 +26,7 @@ MAX_TREE_FILES = 20_000
 MAX_NAME, MAX_PATH = 255, 2000
 """Bytes of a part of a path, and of a path."""
 _HEADER_BYTES = 2048
-"""Of a tar: header, long name and padding of a member."""
+"""Header, long name and padding of a member of a tar."""
 _DAMAGED = (
     *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError),
     *(NotImplementedError, RuntimeError),  # of a zip: another compression, a password

@@ -85,7 +85,7 @@ def _zero_of(value: "Node", kind: str, zeros: Mapping[str, str]) -> str | None:
 
 
 def _go_zero(value: "Node", function: "Node") -> str | None:
-    """Of one of several results, the type at its index counts."""
+    """The zero value of a result; where a function has several, the type at its index counts."""
     result = function.child_by_field_name("result")
     if result is None:
         return None

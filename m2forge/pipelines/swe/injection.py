@@ -47,7 +47,7 @@ class Sound:
     image: TaskImage
     passing: frozenset[str]
     cpu_s: float
-    """Of the longest run of all tests."""
+    """CPU time of the longest run of all tests."""
 
 
 async def prepare_release(package: str, release: Release, licence: str, runner: Runner) -> Sound | Rejection:

@@ -69,7 +69,7 @@ class Observation:
     num_failing: int
     """Tests that fail after it too."""
     cpu_s: float = 0.0
-    """Of the longest run after it."""
+    """CPU time of the longest run after it."""
 
     @property
     def wanted(self) -> tuple[str, ...]:
