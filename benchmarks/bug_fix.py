@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cli_agent import keep, note_command, print_curve, training_s
+from cli_agent import keep, make_parser, note_command, print_curve, training_s
 from forge_model import make_base, random_network
 from forge_probe import Attempt, Probe
 from forge_split import print_trainer_split
 from forge_watch import ROOT, Watched, run
-from report import Bar, arguments, finish
+from report import Bar, finish
 
 from examples.bug_agent import CODE, MAX_TURNS, TESTS, TOOLS, edit, first_messages, number_lines
 from examples.bug_tasks import Lab, test_output, write_tasks
@@ -91,18 +91,8 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = arguments(__doc__ or "")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--folder", type=Path, help="where the model and the run go, best in memory; kept")
+    parser = make_parser(__doc__)
     parser.add_argument("--tasks", type=Path, help="what examples/bug_tasks.py wrote")
-    parser.add_argument(
-        "--gguf", type=Path, nargs="+", default=[], help="the model's file, or its parts in their order"
-    )
-    parser.add_argument("--shown", type=int, nargs="+", default=[], help="numbers of demonstrations to try")
-    parser.add_argument("--prepare", action="store_true", help="only make the model")
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="the command is stopped after so long")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the run's")
-    parser.add_argument("--out", type=Path, help="where the run's small files are copied")
     return parser.parse_args()
 
 

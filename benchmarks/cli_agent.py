@@ -54,7 +54,7 @@ QUICK = (
 
 
 def main() -> None:
-    options = parse()
+    options = make_parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = (options.folder or Path(name)).absolute()
         tasks = write_tasks(folder / "tasks")
@@ -74,19 +74,20 @@ def main() -> None:
     finish(bars, options.json)
 
 
-def parse() -> argparse.Namespace:
-    parser = arguments(__doc__ or "")
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Options of a benchmark that prepares a model and trains it, over several commands if need be."""
+    parser = arguments(doc or "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--folder", type=Path, help="where the model and the run go, best in memory; kept")
     parser.add_argument(
         "--gguf", type=Path, nargs="+", default=[], help="the model's file, or its parts in their order"
     )
     parser.add_argument("--shown", type=int, nargs="+", default=[], help="numbers of demonstrations to try")
-    parser.add_argument("--prepare", action="store_true", help="only write the tasks and make the model")
+    parser.add_argument("--prepare", action="store_true", help="only make the model, and what it needs")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="the command is stopped after so long")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the run's")
     parser.add_argument("--out", type=Path, help="where the run's small files are copied")
-    return parser.parse_args()
+    return parser
 
 
 def note_command(path: Path, started_s: float) -> list[tuple[float, float]]:

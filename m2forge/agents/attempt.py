@@ -285,7 +285,7 @@ class AttemptRunner(Generic[TaskHostT]):
             finally:
                 await asyncio.shield(self._close(workspace))
         except asyncio.CancelledError:
-            # Also while the workspace of an attempt that has ended is closed: nobody receives its result.
+            # Also if the attempt had ended and its workspace was being closed: its result is lost then.
             self.gateway.delete_soon(name)
             raise
 

@@ -53,35 +53,27 @@ class Tasks:
         return config, {}
 
 
+async def cancel(runner: AttemptRunner[Any], gateway: Gateway, word: str) -> None:
+    """Cancel an attempt once `word` was said."""
+    task = asyncio.create_task(runner.attempt("a", Task("t", Domain.AGENT, "Do it.", 1.0, {}), ""))
+    while word not in gateway.said:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
 def test_a_cancelled_opening_is_deleted_after_it_ended(tmp_path: Path) -> None:
     gateway = Gateway()
     runner = AttemptRunner(cast("Any", None), cast("Any", gateway), cast("Any", Tasks()), Workspaces(tmp_path))
-
-    async def cancel() -> None:
-        task = asyncio.create_task(runner.attempt("a", Task("t", Domain.AGENT, "Do it.", 1.0, {}), ""))
-        while "asked" not in gateway.said:
-            await asyncio.sleep(0.001)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancel())
+    asyncio.run(cancel(runner, gateway, "asked"))
     assert gateway.said == ["asked", "opened", "deleted"]
 
 
 def test_an_ended_attempt_that_is_cancelled_is_deleted(tmp_path: Path) -> None:
-    """While its workspace is closed: its result reaches nobody."""
+    """It is cancelled while its workspace is being closed, so its result is lost."""
     gateway = Gateway()
     workspaces = SlowWorkspaces(tmp_path, gateway)
     runner = EndedRunner(cast("Any", None), cast("Any", gateway), cast("Any", Tasks()), workspaces)
-
-    async def cancel() -> None:
-        task = asyncio.create_task(runner.attempt("a", Task("t", Domain.AGENT, "Do it.", 1.0, {}), ""))
-        while "closing" not in gateway.said:
-            await asyncio.sleep(0.001)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancel())
+    asyncio.run(cancel(runner, gateway, "closing"))
     assert gateway.said == ["closing", "deleted"]

@@ -45,7 +45,7 @@ def check_kills(config: Path, whole: Path, endpoint: Endpoint, folder: Path, see
 
 
 def _env(folder: Path) -> dict[str, str]:
-    """Of a long test, with an empty store of images, so that kills hit the building of images too."""
+    """Variables of the command. A long test has an empty image store, so that kills also interrupt image builds."""
     if not LONG:
         return dict(os.environ)
     other = folder / "cache" / cache_folder().name

@@ -128,7 +128,7 @@ LINKS = {
     "d": link("d", "", tarfile.FIFOTYPE),
 }
 READ = "no test parsed"
-"""Of a candidate that was read without fault."""
+"""Reason of a later stage: the candidate itself was read without fault."""
 ARCHIVES: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "sound": (".tar.gz", lambda: GOOD, READ),
     "empty file": (".tar.gz", lambda: b"", "cannot be read"),
