@@ -19,6 +19,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -335,3 +336,18 @@ def find_json(content: str) -> JsonValue:
             continue
         return found
     raise ValueError("no JSON object or array")
+
+
+_TEMPORARY = "|".join(dict.fromkeys(("/tmp", re.escape(tempfile.gettempdir()))))
+_UNSTABLE = (
+    (r"\b0x[0-9a-fA-F]{6,}", "0x…"),
+    (r"\b\d+\.\d+ ?s(?:econds)?\b", "… s"),
+    (rf"(?:{_TEMPORARY})/[\w.-]+", "/tmp/…"),
+)
+
+
+def stable(text: str) -> str:
+    """A text without what differs from run to run, so that another run's completions fit."""
+    for pattern, shown in _UNSTABLE:
+        text = re.sub(pattern, shown, text)
+    return text

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from m2forge.cli import main
-from m2forge.pipelines.swe import archive, pipeline
+from m2forge.pipelines.swe import pipeline, source
 from m2forge.pipelines.swe.toolchains import python
 from m2forge.pipelines.swe.toolchains.toolchain import Environment, TestRun, Toolchain
 from m2forge.tasks.folders.task_image import TaskImage
@@ -180,8 +180,8 @@ def index(folder: Path) -> Iterator[str]:
 
 
 def test_bad_archives_are_rejected_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive, "MAX_TREE_BYTES", 8 << 20)
-    monkeypatch.setattr(archive, "MAX_TREE_FILES", 500)
+    monkeypatch.setattr(source, "MAX_TREE_BYTES", 8 << 20)
+    monkeypatch.setattr(source, "MAX_TREE_FILES", 500)
     pairs, wanted = [], dict[str, str]()
     for place, (ending, make, reason) in enumerate(ARCHIVES.values()):
         name = f"sums{place}"

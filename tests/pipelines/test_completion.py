@@ -14,7 +14,7 @@ import pytest
 
 from m2forge.errors import ConfigError, RunError
 from m2forge.loop_thread import LoopThread
-from m2forge.pipelines.completion import MAX_FAILED, Completions, EndpointError, ask_json, read_completion
+from m2forge.pipelines.completion import MAX_FAILED, Completions, EndpointError, ask_json, read_completion, stable
 from m2forge.pipelines.config import EndpointConfig, PipelineConfig, QuestionsConfig
 from m2forge.pipelines.run import run_stages
 from m2forge.pipelines.stage import Completion, Context, Item, Passed, Pipeline, Rejection, Source, Stage
@@ -224,3 +224,10 @@ def test_json_is_found_in_words_or_asked_for_again(tmp_path: Path) -> None:
     with serving(respond) as endpoint:
         found = run_asking(tmp_path, endpoint, ask, workers=1)
         assert (found.num_passed, found.failed, found.num_asked) == (2, {"unusable response": 1}, 6)
+
+
+def test_output_of_two_runs_is_the_same_text() -> None:
+    first = "<Sums object at 0x7f12ab34cd56> in /tmp/pytest-of-a/x: 1 failed in 0.12s"
+    second = "<Sums object at 0x7fffab34cd99> in /tmp/tmpk3j_x/x: 1 failed in 13.02s"
+    assert stable(first) == stable(second)
+    assert stable("1 failed, 12 passed") == "1 failed, 12 passed"

@@ -47,7 +47,6 @@ from m2forge.pipelines.swe.environment import Built, Runner, build
 from m2forge.pipelines.swe.goal import add_goals, goal_statement
 from m2forge.pipelines.swe.injection import inject, prepare_release
 from m2forge.pipelines.swe.repair import REPAIRED, Broken, repair
-from m2forge.pipelines.swe.review import judge, rewrite
 from m2forge.pipelines.swe.source import (
     Clone,
     debian_candidate,
@@ -61,7 +60,7 @@ from m2forge.pipelines.swe.source import (
     sdist_candidate,
     sdist_path,
 )
-from m2forge.pipelines.swe.statement import Statement, write_statement
+from m2forge.pipelines.swe.statement import Statement, judge, rewrite, write_statement
 from m2forge.pipelines.swe.task import (
     Mutants,
     Observation,

@@ -8,12 +8,10 @@ costs its round. When rounds or tokens are used up, the candidate is rejected: "
 """
 
 import json
-import re
-import tempfile
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
-from m2forge.pipelines.completion import find_json
+from m2forge.pipelines.completion import find_json, stable
 from m2forge.pipelines.stage import Completion, Context, Messages, Rejection
 from m2forge.pipelines.swe.action import NO_EDITS, Edits, apply_action
 from m2forge.pipelines.swe.candidate import Candidate
@@ -117,21 +115,6 @@ def _messages(candidate: Candidate, broken: Broken) -> Messages:
     }
     text = "\n\n".join(f"<{name}>\n{part}\n</{name}>" for name, part in parts.items())
     return [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": text}]
-
-
-_TEMPORARY = "|".join(dict.fromkeys(("/tmp", re.escape(tempfile.gettempdir()))))
-_UNSTABLE = (
-    (r"\b0x[0-9a-fA-F]{6,}", "0x…"),
-    (r"\b\d+\.\d+ ?s(?:econds)?\b", "… s"),
-    (rf"(?:{_TEMPORARY})/[\w.-]+", "/tmp/…"),
-)
-
-
-def stable(text: str) -> str:
-    """A text without what differs from run to run, so that another run's completions fit."""
-    for pattern, shown in _UNSTABLE:
-        text = re.sub(pattern, shown, text)
-    return text
 
 
 def _num_tokens(completion: Completion, candidate: Candidate, broken: Broken) -> int:

@@ -5,27 +5,38 @@
     pull requests  JSON Lines of a dump, over a local clone that has the commits
     debian       two source packages (.dsc with its archives, or the upstream archives alone, local)
 
-Nothing of a project runs here: archives are read in memory (`archive`).
+Nothing of a project runs here, and archives are unpacked in memory: a link to a file of the archive is a copy of that
+file, while other links, devices, and paths that lead outside or into `.git` are left out. An archive that is damaged,
+that unpacks to more than its limits (bytes of headers and of what is left out count too), or whose names no file system
+can hold is refused with one message.
 """
 
+import bz2
+import gzip
 import hashlib
 import html
+import io
 import json
+import lzma
 import os
+import posixpath
 import re
 import subprocess
+import tarfile
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from m2forge.compiled import cache_folder
 from m2forge.errors import DataError, NotFoundError
 from m2forge.files import write_atomic
 from m2forge.pipelines.stage import Rejection
-from m2forge.pipelines.swe.archive import MAX_TREE_BYTES, MAX_TREE_FILES, check_paths, read_files
 from m2forge.pipelines.swe.candidate import Candidate, Text, make_candidate
 from m2forge.pipelines.swe.toolchains.c import without_generated
 from m2forge.pipelines.swe.tree import METADATA, Release, parse_metadata
@@ -34,6 +45,16 @@ from m2forge.tasks.folders.folder import FileKind, FolderFile
 INDEX = "https://pypi.org/simple"
 MAX_ARCHIVE_BYTES = 64 << 20
 DOWNLOAD_S = 120.0
+MAX_TREE_BYTES = 128 << 20
+MAX_TREE_FILES = 20_000
+MAX_NAME, MAX_PATH = 255, 2000
+"""Bytes of a part of a path, and of a path."""
+_HEADER_BYTES = 2048
+"""Header, long name and padding of a member of a tar."""
+_DAMAGED = (
+    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError),
+    *(NotImplementedError, RuntimeError),  # of a zip: another compression, a password
+)
 _FOREIGN = frozenset({"site-packages", "node_modules", "__pycache__"})
 """Folders that a maintainer's machine left in an archive."""
 
@@ -43,7 +64,7 @@ _FOREIGN = frozenset({"site-packages", "node_modules", "__pycache__"})
 
 def read_archive(path: Path) -> Release:
     """The tree of an sdist or another source archive, without its one top folder."""
-    files = read_files(path)
+    files = _read_files(path)
     metadata = files.get(METADATA, FolderFile(b"")).content.decode(errors="replace")
     tree = {name: file for name, file in files.items() if not _is_generated(name)}
     return Release(tree, metadata, parse_metadata(metadata).get("Version", ""))
@@ -196,7 +217,7 @@ class Clone:
         found = [(fields, path) for fields, path in entries if fields[1] == "blob" and fields[0] != "120000"]
         if len(found) > MAX_TREE_FILES or sum(int(fields[3]) for fields, _ in found) > MAX_TREE_BYTES:
             raise DataError(f"{self.path}: {commit[:12]} has over {MAX_TREE_FILES} files or {MAX_TREE_BYTES} bytes")
-        check_paths(self.path, (path for _, path in found))
+        _check_paths(self.path, (path for _, path in found))
         files = [(mode, blob, path) for (mode, _, blob, _), path in found]
         asked = "".join(f"{blob}\n" for _, blob, _ in files)
         data, start, tree = self._git("cat-file", "--batch", stdin=asked.encode()), 0, {}
@@ -323,9 +344,119 @@ def _debian_changelog(dsc: Path, old: str) -> str:
     names = [name for name in _listed(dsc) if re.search(r"\.debian\.tar\.\w+$", name)]
     if not names or not (dsc.parent / names[0]).is_file():
         return ""
-    files = read_files(_checked(dsc, names[0]))
+    files = _read_files(_checked(dsc, names[0]))
     text = files.get("changelog", FolderFile(b"")).content.decode(errors="replace")
     newer = re.split(rf"^\S+ \((?:\d+:)?{re.escape(old)}\)", text, maxsplit=1, flags=re.MULTILINE)[0]
     items = re.findall(r"^ +[*+-] (.+(?:\n {4,}[^*+\s-].*)*)", newer, re.MULTILINE)
     kept = [" ".join(item.split()) for item in items if not _PACKAGING.search(item)]
     return "\n".join(f"- {item}" for item in kept)
+
+
+# -- unpacking --------------------------------------------------------------------------------------------------------
+
+
+def _read_files(path: Path) -> dict[str, FolderFile]:
+    """The files of an archive, without its one top folder."""
+    files: dict[str, FolderFile] = {}
+    try:
+        for name, content, is_executable in _zip_members(path) if path.suffix == ".zip" else _tar_members(path):
+            parts = [part for part in name.split("/") if part not in ("", ".")][1:]
+            if parts and ".." not in parts and ".git" not in parts:
+                kind = FileKind.EXECUTABLE if is_executable else FileKind.FILE
+                files["/".join(parts)] = FolderFile(content, kind)
+    except DataError:
+        raise
+    except _DAMAGED as error:
+        raise DataError(f"{path}: cannot be unpacked: {error}") from error
+    if not files:
+        raise DataError(f"{path}: holds no file in a top folder; expected a source archive")
+    _check_paths(path, files)
+    return files
+
+
+def _check_paths(origin: Path, paths: Iterable[str]) -> None:
+    """Raises unless a folder can hold files of these paths, and all of them lie inside of it."""
+    known = set(paths)
+    for path in known:
+        try:
+            encoded = path.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"{origin}: the name {path!r} is not UTF-8") from error
+        if len(encoded) > MAX_PATH or any(len(part) > MAX_NAME for part in encoded.split(b"/")):
+            raise DataError(f"{origin}: the name {path[:100]!r}… is too long")
+        if not path.isprintable() or '"' in path:
+            raise DataError(f"{origin}: the name {path!r} holds a quote or a control character")
+        parts = path.split("/")
+        if any(part in ("", ".", "..", ".git") for part in parts):
+            raise DataError(f"{origin}: the name {path!r} leads outside of the tree, or into a repository")
+        for num in range(1, len(parts)):
+            if (folder := "/".join(parts[:num])) in known:
+                raise DataError(f"{origin}: {folder!r} is a file and a folder")
+
+
+def _too_large(path: Path) -> DataError:
+    return DataError(f"{path}: unpacks to over {MAX_TREE_FILES} files or {MAX_TREE_BYTES} bytes")
+
+
+def _zip_members(path: Path) -> Iterator[tuple[str, bytes, bool]]:
+    num_left = MAX_TREE_BYTES
+    with zipfile.ZipFile(path) as archive:
+        if len(archive.infolist()) > MAX_TREE_FILES:
+            raise _too_large(path)
+        for info in archive.infolist():
+            if not info.is_dir():
+                with archive.open(info) as file:
+                    content = file.read(num_left + 1)
+                num_left -= len(content)
+                if num_left < 0:
+                    raise _too_large(path)
+                yield info.filename, content, bool(info.external_attr >> 16 & 0o100)
+
+
+def _tar_members(path: Path) -> Iterator[tuple[str, bytes, bool]]:
+    with _unpacked(path) as file, tarfile.open(fileobj=(limited := _Limited(file, path)), mode="r|") as tar:
+        files: dict[str, tuple[bytes, bool]] = {}
+        links: list[tuple[str, str]] = []
+        for number, member in enumerate(tar, 1):
+            if number > MAX_TREE_FILES:
+                raise _too_large(path)
+            name = posixpath.normpath(member.name)
+            if member.issym() and not member.linkname.startswith("/"):
+                links.append((name, posixpath.normpath(posixpath.join(posixpath.dirname(name), member.linkname))))
+            elif member.isfile() and (opened := tar.extractfile(member)) is not None:
+                files[name] = opened.read(), bool(member.mode & 0o100)
+                yield member.name, *files[name]
+        # The checksum stands at the end.
+        while limited.read(1 << 16):
+            pass
+    copies = [(name, *files[target]) for name, target in links if target in files]
+    if sum(len(content) for _, content, _ in copies) > MAX_TREE_BYTES:
+        raise _too_large(path)
+    yield from copies
+
+
+def _unpacked(path: Path) -> BinaryIO:
+    with path.open("rb") as file:
+        head = file.read(6)
+    if head.startswith(b"\x1f\x8b"):
+        return cast("BinaryIO", gzip.open(path))
+    if head.startswith(b"BZh"):
+        return cast("BinaryIO", bz2.open(path))
+    if head.startswith((b"\xfd7zXZ\0", b"\x5d\0\0")):
+        return cast("BinaryIO", lzma.open(path))
+    return path.open("rb")
+
+
+class _Limited(io.RawIOBase):
+    """The bytes of a tar, counted before tarfile keeps them: a header can be as large as a file."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self._file, self._path = file, path
+        self._num_left = MAX_TREE_BYTES + MAX_TREE_FILES * _HEADER_BYTES
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(min(size, self._num_left + 1) if size >= 0 else self._num_left + 1)
+        self._num_left -= len(data)
+        if self._num_left < 0:
+            raise _too_large(self._path)
+        return data

@@ -8,7 +8,7 @@ import pytest
 
 from m2forge.errors import DataError, NotFoundError
 from m2forge.pipelines.stage import Rejection
-from m2forge.pipelines.swe import archive
+from m2forge.pipelines.swe import source
 from m2forge.pipelines.swe.candidate import Candidate
 from m2forge.pipelines.swe.source import (
     Clone,
@@ -64,8 +64,8 @@ def test_a_broken_archive_or_a_bomb_is_one_message(tmp_path: Path, monkeypatch: 
     (tmp_path / "cut.tar.gz").write_bytes(whole.read_bytes()[:200])
     with pytest.raises(DataError, match=r"cut.tar.gz: cannot be unpacked"):
         read_archive(tmp_path / "cut.tar.gz")
-    monkeypatch.setattr(archive, "MAX_TREE_BYTES", 100)
-    monkeypatch.setattr(archive, "MAX_TREE_FILES", 1)
+    monkeypatch.setattr(source, "MAX_TREE_BYTES", 100)
+    monkeypatch.setattr(source, "MAX_TREE_FILES", 1)
     with pytest.raises(DataError, match="unpacks to over"):
         read_archive(whole)
 

@@ -1,9 +1,17 @@
-"""Statements: where the text is from, what is removed from it, and which names are added."""
+"""Statements: where the text is from, what is removed from it, which names are added; writers and judges."""
+
+import json
+from typing import cast
 
 import pytest
 
+from m2forge.pipelines.completion import EndpointError
+from m2forge.pipelines.config import EndpointConfig, PipelineConfig
+from m2forge.pipelines.stage import Completion, Context, Messages, Rejection
 from m2forge.pipelines.swe.candidate import Candidate, Text
-from m2forge.pipelines.swe.statement import clean, missing_names, write_statement
+from m2forge.pipelines.swe.config import SweConfig
+from m2forge.pipelines.swe.pipeline import make_pipeline
+from m2forge.pipelines.swe.statement import Rewritten, clean, judge, leaks, missing_names, rewrite, write_statement
 from tests.pipelines.swe import projects
 
 FAILING = ("tests/test_sums.py::test_total_of_all_numbers",)
@@ -69,3 +77,118 @@ def test_names_that_only_hidden_tests_know_are_listed() -> None:
 def _with(texts: tuple[Text, ...]) -> Candidate:
     data = projects.candidate().to_dict() | {"texts": [{"kind": text.kind, "text": text.text} for text in texts]}
     return Candidate.from_dict(data, projects.candidate().base)
+
+
+# -- writers and judges ------------------------------------------------------------------------------------------------
+
+ERRORS = {FAILING[0]: "assert 5 == 6 at 0x7f12ab34cd56"}
+GOOD = "`total` must return the sum of all numbers, the first one included."
+
+
+class Scripted:
+    """A context whose model gives these replies in turn."""
+
+    def __init__(self, *replies: object) -> None:
+        self._replies, self.prompts = list(replies), list[str]()
+
+    def ask(self, model: str, messages: Messages, *, draw: int = 0) -> Completion:
+        self.prompts.append(str(messages[-1]["content"]))
+        reply = self._replies.pop(0)
+        text = reply if isinstance(reply, str) else json.dumps(reply)
+        return Completion({"role": "assistant", "content": text}, "stop", 1, 1)
+
+
+STATEMENT = write_statement(projects.candidate(), FAILING, ERRORS)
+
+
+def rewritten(scripted: Scripted) -> Rewritten:
+    return rewrite(projects.candidate(), STATEMENT, FAILING, ERRORS, "m", cast("Context", scripted))
+
+
+def judged(scripted: Scripted) -> Rejection | None:
+    return judge(projects.candidate(), STATEMENT, FAILING, "m", cast("Context", scripted))
+
+
+def test_a_writer_sees_tests_and_errors_and_no_patch() -> None:
+    scripted = Scripted("I will.", {"statement": GOOD})
+    found = rewritten(scripted)
+    assert found.problem is None
+    assert found.statement.kind == "model"
+    assert GOOD in found.statement.text
+    assert "left out the first number" not in found.statement.text
+    prompt = scripted.prompts[0]
+    assert "left out the first number" in prompt
+    assert "test_total_of_all_numbers():\n    assert total([1, 2, 3]) == 6" in prompt
+    assert "assert 5 == 6 at 0x…" in prompt
+    assert "return sum(numbers)" not in prompt
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            f"{GOOD} Write return  sum(numbers) there.",
+            f"{GOOD} See https://localhost/1.",
+            f"{GOOD} As 0a1b2c3d4 does.",
+        ),
+        *("", "Fix it.", GOOD * 200),
+    ],
+)
+def test_a_statement_that_leaks_or_says_nothing_is_not_used(text: str) -> None:
+    found = rewritten(Scripted({"statement": text}))
+    assert found.statement == STATEMENT
+    assert found.problem is not None
+
+
+def test_names_that_tests_need_are_added_to_what_a_model_wrote() -> None:
+    new = projects.candidate(
+        projects.FIXED + "\n\ndef last(numbers):\n    return numbers[-1]\n",
+        projects.NEW_TESTS + "\n\ndef test_last():\n    from sums import last\n\n    assert last([1, 2]) == 2\n",
+    )
+    context = cast("Context", Scripted({"statement": GOOD}))
+    assert "- `last`" in rewrite(new, STATEMENT, FAILING, ERRORS, "m", context).statement.text
+
+
+def test_leaks_are_found_whatever_the_space() -> None:
+    patch = projects.candidate().patch
+    assert leaks("def total(x):\n    return sum( numbers )", patch) == ["return sum(numbers)"]
+    assert leaks("Sums of numbers, 1234567 of them, by deadbeef.", patch) == []
+
+
+@pytest.mark.parametrize(
+    ("consistent", "solvable", "reason"),
+    [
+        (True, True, None),
+        (True, False, "needs guessing"),
+        (False, True, "statement contradicts tests"),
+        (False, False, "statement contradicts tests"),
+    ],
+)
+def test_a_judge_rejects_with_its_text(consistent: bool, solvable: bool, reason: str | None) -> None:
+    answer = {"consistent": consistent, "solvable": solvable, "why": "The value 6 is not said."}
+    scripted = Scripted({"consistent": "yes"}, answer)
+    found = judged(scripted)
+    assert (None if found is None else found.reason) == reason
+    assert STATEMENT.text in scripted.prompts[0]
+    assert "assert total([1, 2, 3]) == 6" in scripted.prompts[0]
+    assert "return sum(numbers)" not in scripted.prompts[0]
+    if found is not None:
+        assert found.evidence["judge"] == "The value 6 is not said."
+
+
+def test_a_judge_that_says_nothing_usable_fails_the_item() -> None:
+    with pytest.raises(EndpointError, match="no usable response in 3 draws"):
+        judged(Scripted("yes", "[]", "{}"))
+
+
+def test_stages_of_models_are_there_if_they_are_named() -> None:
+    models = {"m": EndpointConfig(url="http://127.0.0.1:1", model="m")}
+    plain = SweConfig(sdists=("a 1 2",))
+    full = SweConfig.model_validate({"sdists": ("a 1 2",), "writer": "m", "judge": "m", "build_model": {"model": "m"}})
+    names = {stage.name for stage in make_pipeline(full).stages} - {stage.name for stage in make_pipeline(plain).stages}
+    assert names == {"rewrite", "judge", "repair-1", "repair-2", "repair-3", "repair-4"}
+    PipelineConfig(name="a", swe=full, models=models)
+    for wrong in ({"writer": "n"}, {"judge": "n"}, {"build_model": {"model": "n"}}):
+        swe = SweConfig.model_validate({"sdists": ("a 1 2",), **wrong})
+        with pytest.raises(ValueError, match=r"no table models\.n"):
+            PipelineConfig(name="a", swe=swe, models=models)
