@@ -26,6 +26,8 @@ class Config(BaseModel):
     renamed_keys: ClassVar[Mapping[str, str]] = {}
     """Former keys of this table → their current names: a bare name is a key of the same table, a dotted one counts from
     the root. Subclasses add to those of their bases."""
+    renamed_values: ClassVar[Mapping[str, Mapping[str, TomlValue]]] = {}
+    """Former keys of this table whose values changed too → each former value and the current one."""
 
     @classmethod
     def complete(cls, data: Mapping[str, TomlValue]) -> dict[str, TomlValue]:

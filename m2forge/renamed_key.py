@@ -1,7 +1,7 @@
 """Former keys of configurations: data in, the keys in it that were renamed since out, and the data under current keys.
 
-A class names its former keys in `Config.renamed_keys`. A key counts as former if no class that its table can be has it
-as a field.
+A class names its former keys in `Config.renamed_keys`, and in `Config.renamed_values` those whose values changed with
+them. A key counts as former if no class that its table can be has it as a field.
 """
 
 import copy
@@ -23,6 +23,9 @@ class Rename:
     name: str
     """The current key, as in `Config.renamed_keys`."""
     value: TomlValue
+    """As it is written."""
+    current: TomlValue
+    """The same under the current key."""
 
 
 class Renames:
@@ -39,6 +42,8 @@ class Renames:
         clashes, moves = [], []
         for rename in self.found:
             value = _table_at(result, rename.table).pop(rename.key)
+            if rename.current != rename.value:
+                value = copy.deepcopy(rename.current)
             if "." in rename.name:
                 moves.append((rename, value))
             elif rename.name in (table := _table_at(result, rename.table)):
@@ -71,7 +76,8 @@ class Renames:
 
     def problem(self, rename: Rename) -> str:
         current = ".".join(self.current((*rename.table, rename.key)))
-        return f"unknown key, value {show(rename.value)}; this key is now {current!r}"
+        value = "" if rename.current == rename.value else f", its value {show(rename.current)}"
+        return f"unknown key, value {show(rename.value)}; this key is now {current!r}{value}"
 
 
 def _find_renames(
@@ -90,7 +96,7 @@ def _find_renames(
             inner = all_inside(models or annotations, name)
         yield from _find_renames(kind, inner, item, (*path, key))
         if name != key:
-            yield Rename(path, key, name, item)
+            yield Rename(path, key, name, item, _current_value(models, key, item))
 
 
 def _fitting_models(annotations: list[object], table: Mapping[str, TomlValue]) -> list[type[Config]]:
@@ -114,6 +120,13 @@ def _current_name(models: Sequence[type[Config]], key: str) -> str:
     if any(key in model.model_fields for model in models):
         return key
     return next((names[key] for model in models if key in (names := _former_names(model))), key)
+
+
+def _current_value(models: Sequence[type[Config]], key: str, value: TomlValue) -> TomlValue:
+    for model in models:
+        if isinstance(value, str) and value in (values := model.renamed_values.get(key, {})):
+            return values[value]
+    return value
 
 
 def _former_names(model: type[Config]) -> dict[str, str]:

@@ -63,7 +63,8 @@ class Training(Config):
 
 
 class Stage(Config):
-    renamed_keys: ClassVar[Mapping[str, str]] = {"check": "eval", "seed": "training.seed"}
+    renamed_keys: ClassVar[Mapping[str, str]] = {"check": "eval", "seed": "training.seed", "evaluates": "eval"}
+    renamed_values: ClassVar[Mapping[str, Mapping[str, TomlValue]]] = {"evaluates": {"some": {"num_tasks": 4}}}
 
     phases: tuple[LongPhase, ...] = ()
     by_name: dict[str, Phase] = pydantic.Field(default_factory=dict)
@@ -155,3 +156,15 @@ def test_current_keys_leaves_other_data_alone() -> None:
     table: dict[str, TomlValue] = {"zebra": [1, {"rate": 2}], "phases": 3, "optimizer": {"kind": 1, "beta": 2}}
     assert current_keys(Stage, table) == table
     assert current_keys(Stage, {"seed": 1, "training": 3}) == {"training": 3}
+
+
+def test_a_former_value_is_refused_with_its_current_one() -> None:
+    data: dict[str, TomlValue] = {"evaluates": "some", "training": {}}
+    with pytest.raises(ConfigError) as raised:
+        build(Stage, data)
+    problem = "unknown key, value 'some'; this key is now 'eval', its value {'num_tasks': 4}"
+    assert str(raised.value) == f"configuration: evaluates: {problem}"
+    assert current_keys(Stage, data) == {"eval": {"num_tasks": 4}, "training": {}}
+    # A value that never was one is passed on, and refused as any other.
+    with pytest.raises(ConfigError, match="eval"):
+        build(Stage, current_keys(Stage, {"evaluates": "none", "training": {}}))

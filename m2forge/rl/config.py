@@ -170,9 +170,10 @@ class RLConfig(Config):
             raise ValueError(
                 "reward.shuffled: deployed agents' rewards are taken as they are posted; leave pool.admit_deployed out"
             )
-        if self.train.machine.parallel != "none":
-            received = self.train.machine.parallel
-            raise ValueError(f'train.machine.parallel: RL trains in one process, received "{received}"; leave it out')
+        if not self.train.machine.mesh.is_single:
+            mesh = self.train.machine.mesh
+            received = f"replicate {mesh.replicate}, shard {mesh.shard}"
+            raise ValueError(f"train.machine.mesh: RL trains in one process, received {received}; leave it out")
         problem = self.policy.sampling_problem(self.agent.sampling.record())
         if problem is not None:
             raise ValueError(f"agent.sampling: nothing sampled this way can be trained: {problem}")

@@ -1,11 +1,13 @@
 """Configuration of a training run, shared by all stages: optimizer, phases, checkpoints, machine."""
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from m2forge.config import Config
+from m2forge.config import Config, TomlValue
+from m2forge.errors import ConfigError
 from m2forge.model.config import LoRAConfig
 from m2forge.observe.config import MetricsConfig
 from m2forge.records import Sampling
@@ -158,7 +160,57 @@ class EvalConfig(Config):
     the last phase. The best checkpoint is stored either way, as long as checkpoints are."""
 
 
+class MeshConfig(Config):
+    """How the ranks that torchrun started, replicate × shard of them, share the work. Each trains some of a step's
+    packs; together they take the step that one process would."""
+
+    replicate: Count | Literal["auto"] = 1
+    """Number of copies of the model (data parallelism). auto: one copy for every `shard` ranks."""
+    shard: Count | Literal["auto"] = 1
+    """Number of ranks that hold one copy together, a shard each (FSDP2). Above 1, or auto (all ranks that `replicate`
+    leaves), blocks are not compiled and no phase may add modules."""
+
+    @property
+    def is_single(self) -> bool:
+        return self.replicate == self.shard == 1
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.shard != 1
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.replicate == self.shard == "auto":
+            raise ValueError('only one of replicate and shard can be "auto"; give the number of the other')
+        return self
+
+    def of_ranks(self, num_ranks: int) -> Self:
+        """The mesh of so many ranks, without auto."""
+        sizes = {name: size for name in ("replicate", "shard") if (size := getattr(self, name)) != "auto"}
+        taken = math.prod(sizes.values())
+        if num_ranks % taken or (len(sizes) == 2 and taken != num_ranks):
+            written = " × ".join(f"{name} {size}" for name, size in sizes.items())
+            raise ConfigError(
+                f"train.machine.mesh: {written} is a mesh of {taken} ranks, and {num_ranks} were started; start "
+                f'torchrun with --nproc-per-node {taken}, or set replicate or shard to "auto"'
+            )
+        rest = num_ranks // taken
+        return self.model_copy(update={name: sizes.get(name, rest) for name in ("replicate", "shard")})
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(replicate, shard) of a mesh without auto."""
+        assert self.replicate != "auto"
+        assert self.shard != "auto"
+        return self.replicate, self.shard
+
+
 class MachineConfig(Config):
+    renamed_keys: ClassVar[Mapping[str, str]] = {"parallel": "mesh"}
+    renamed_values: ClassVar[Mapping[str, Mapping[str, TomlValue]]] = {
+        "parallel": {"none": {}, "data": {"replicate": "auto"}, "fsdp": {"shard": "auto"}}
+    }
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of weights and activations; auto: bfloat16 on CUDA, float32 elsewhere. The optimizer keeps float32 master
@@ -167,9 +219,7 @@ class MachineConfig(Config):
     """Whether to torch.compile the blocks; auto: on CUDA."""
     recompute: Literal["none", "block"] = "none"
     """Activation checkpointing; block: recompute activations in the backward pass to save memory."""
-    parallel: Literal["none", "data", "fsdp"] = "none"
-    """How to use the processes that torchrun started. data: each holds the model and trains some of a step's packs.
-    fsdp: each also holds only a shard of the model; blocks are then not compiled, and no phase may add modules."""
+    mesh: MeshConfig = MeshConfig()
     offload: Literal["none", "host"] = "none"
     """host: keep the optimizer's master weights and moments in host memory, to save device memory."""
     num_threads: Count | None = None
@@ -179,8 +229,8 @@ class MachineConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.parallel == "fsdp" and self.compile_blocks == "always":
-            raise ValueError('parallel = "fsdp" runs blocks uncompiled; set compile_blocks to "auto" or "never"')
+        if self.mesh.is_sharded and self.compile_blocks == "always":
+            raise ValueError('mesh.shard runs blocks uncompiled; set compile_blocks to "auto" or "never"')
         return self
 
 

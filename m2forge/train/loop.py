@@ -218,7 +218,7 @@ class TrainLoop:
         self.store = CheckpointStore(run_dir / CHECKPOINT_FOLDER, config.checkpoint, companions)
         self.device = ranks.device if isinstance(ranks, ProcessRanks) else choose_device(config.machine)
         # With FSDP the model moves to the device block by block: unsharded it may not fit.
-        home = torch.device("cpu") if config.machine.parallel == "fsdp" else self.device
+        home = torch.device("cpu") if config.machine.mesh.is_sharded else self.device
         self.dtype = choose_dtype(config.machine, self.device)
         self._loaded = newest = self.store.newest()
         if newest is None:
@@ -230,8 +230,8 @@ class TrainLoop:
         if isinstance(ranks, ProcessRanks):
             refuse_difference(f"checkpoints of {run_dir}", repr(self.position), ranks)
             align(model, ranks)
-            if config.machine.parallel == "fsdp":
-                shard_model(model, ranks)
+            if config.machine.mesh.is_sharded:
+                shard_model(model, config.machine.mesh, ranks)
         self.engine = TrainEngine(
             model, config.optimizer, ranks=ranks, offload=config.machine.offload, router_bias=config.router_bias
         )
@@ -240,7 +240,7 @@ class TrainLoop:
         if self.position.phase > len(self.phases):
             raise ConfigError(f"{run_dir} is in phase {self.position.phase + 1}, the configuration has {len(phases)}")
         _refuse_missing_modules(self.phases[self.position.phase :], len(model.mtp))
-        if config.machine.parallel == "fsdp":
+        if config.machine.mesh.is_sharded:
             _refuse_added_modules(self.phases[self.position.phase :], len(model.mtp))
         set_up_model(model, config.machine, self.device)
         self._bad_steps = 0
@@ -465,8 +465,8 @@ def _refuse_added_modules(phases: Sequence[PhaseConfig], num_mtp: int) -> None:
     for phase in phases:
         if phase.num_mtp is not None and phase.num_mtp > num_mtp:
             raise ConfigError(
-                f'phase {phase.name}: num_mtp {phase.num_mtp}: with machine.parallel "fsdp" a network of {num_mtp} '
-                'modules cannot grow; start this phase as a separate run, or use parallel "data"'
+                f"phase {phase.name}: num_mtp {phase.num_mtp}: with machine.mesh.shard a network of {num_mtp} "
+                "modules cannot grow; start this phase as a separate run, or use mesh.replicate"
             )
 
 

@@ -1,6 +1,7 @@
 """The machine a run trains on: device, dtype, threads and peak FLOPS."""
 
 import functools
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,16 +61,17 @@ def machine_settings(config: MachineConfig, device: torch.device) -> Iterator[No
 @contextmanager
 def machine_ranks(config: MachineConfig) -> Iterator[Ranks]:
     """The ranks that train together, including this process."""
-    if config.parallel == "none":
+    if config.mesh.is_single:
+        config.mesh.of_ranks(int(os.environ.get("WORLD_SIZE", "1")))
         yield SINGLE_RANK
         return
-    with process_ranks(choose_device(config)) as ranks:
+    with process_ranks(choose_device(config), config.mesh) as ranks:
         yield ranks
 
 
 def set_up_model(model: Transformer, config: MachineConfig, device: torch.device) -> None:
     model.recompute = config.recompute
-    by_default = device.type == "cuda" and config.parallel != "fsdp"
+    by_default = device.type == "cuda" and not config.mesh.is_sharded
     if config.compile_blocks == "always" or (config.compile_blocks == "auto" and by_default):
         model.compile_blocks()
 

@@ -28,7 +28,7 @@ from m2forge.kernels.arithmetic import at_least_float32
 from m2forge.model.lora import is_adapter
 from m2forge.model.transformer import Transformer
 from m2forge.train.config import OptimizerConfig
-from m2forge.train.parallel import SINGLE_RANK, Ranks, gathered, is_sharded, local, sharded_modules, sliced
+from m2forge.train.parallel import SINGLE_RANK, Ranks, gathered, is_counted, is_sharded, local, sharded_modules, sliced
 
 BUCKET_ELEMENTS = 1 << 25
 """Gradient elements per all-reduce."""
@@ -297,8 +297,8 @@ def _norms(active: Mapping[str, Slot], ranks: Ranks) -> Norms:
     precision = max((at_least_float32(grad.dtype) for grad in grads), key=lambda kind: kind.itemsize)
     norm_S = torch.stack(list(torch._foreach_norm(grads, 2, dtype=precision)))
     if any(slot.is_sharded for slot in active.values()):
-        # The squares of all shards add up; a weight that every rank holds whole counts on rank 0 only.
-        counts = [slot.is_sharded or ranks.rank == 0 for slot in active.values()]
+        # The squares of all shards add up.
+        counts = [is_counted(slot.weight, ranks) for slot in active.values()]
         square_S = norm_S.double().square() * torch.tensor(counts, device=norm_S.device)
         norm_S = ranks.sum(square_S).sqrt().to(precision)
     by_layer: dict[str, list[Tensor]] = defaultdict(list)

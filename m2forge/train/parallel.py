@@ -1,4 +1,4 @@
-"""Several processes: collectives over data-parallel ranks, and FSDP2 shards.
+"""Several processes: collectives over the ranks, and FSDP2 shards.
 
     rank r holds some of a step's packs → its sums and gradients → summed over all ranks → the same update everywhere
 
@@ -9,18 +9,20 @@ another runs blank ones to match.
 Weights are equal on all ranks by construction: rank 0 broadcasts its own at the start, and all ranks apply the same
 update. A digest verifies this at the start and at every checkpoint.
 
-With FSDP2, weights, gradients and optimizer state are sharded over the ranks. Every rank keeps a shard of each weight,
-along its first dimension. A block's weights are all-gathered when the block runs and freed after it; its gradients are
-reduce-scattered by sum. Weights outside the blocks (embedding, head, norms, the projections of the MTP modules) stay
-gathered from the first forward pass of a step until the optimizer's step, because the loss needs the head after the
-model's forward pass. The few weights of higher precision than the rest (selection biases that learn by gradient) are
-not sharded: their gradients are all-reduced like those of an unsharded model.
+With FSDP2, weights, gradients and optimizer state are sharded over the `shard` axis of the mesh, whose ranks are
+neighbours; `replicate` such groups hold the same (HSDP). Every rank keeps a shard of each weight, along its first
+dimension. A block's weights are all-gathered when the block runs and freed after it; its gradients are reduce-scattered
+by sum, then all-reduced over the replicas. Weights outside the blocks (embedding, head, norms, the projections of the
+MTP modules) stay gathered from the first forward pass of a step until the optimizer's step, because the loss needs the
+head after the model's forward pass. The few weights of higher precision than the rest (selection biases that learn by
+gradient) are not sharded: their gradients are all-reduced like those of an unsharded model.
 """
 
 import hashlib
+import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, TypeGuard
@@ -34,6 +36,7 @@ from m2forge.kernels.arithmetic import at_least_float32
 from m2forge.model.build import empty
 from m2forge.model.lora import attach
 from m2forge.model.transformer import Block, Transformer
+from m2forge.train.config import MeshConfig
 
 if TYPE_CHECKING:
     # Loading these takes most of a second; only a sharded model needs them.
@@ -100,12 +103,13 @@ class ProcessRanks:
 
 
 @contextmanager
-def process_ranks(device: torch.device, *, timeout_s: float = TIMEOUT_S) -> Iterator[ProcessRanks]:
+def process_ranks(device: torch.device, mesh: MeshConfig, *, timeout_s: float = TIMEOUT_S) -> Iterator[ProcessRanks]:
     """Join the process group of a launcher such as torchrun, from the variables it sets: RANK, WORLD_SIZE and the
     rendezvous address. On CUDA, LOCAL_RANK chooses the GPU."""
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]
     if missing:
         raise ConfigError(f"training in parallel needs {missing} in the environment; start it by torchrun")
+    mesh.of_ranks(int(os.environ["WORLD_SIZE"]))
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
@@ -138,16 +142,32 @@ def refuse_difference(what: str, content: str, ranks: Ranks) -> None:
 
 
 def refuse_drift(model: nn.Module, ranks: Ranks) -> None:
-    """Raise if weights differ between ranks. In a sharded model only unsharded tensors are compared."""
+    """Raise if weights differ between ranks that hold the same."""
     if ranks.num_ranks == 1:
         return
-    tensors = [tensor for tensor in model.state_dict().values() if not is_sharded(tensor)]
-    sums = [_fingerprint(tensor) for tensor in tensors]
-    content = torch.stack(sums).cpu().numpy().tobytes() if sums else b""
-    if not _same(_digest(content), ranks):
+    tensors: list[Tensor] = list(model.state_dict().values())
+    sharded = [tensor for tensor in tensors if is_sharded(tensor)]
+    is_same = _same(_combined([tensor for tensor in tensors if not is_sharded(tensor)]), ranks)
+    if sharded:
+        num_together = ranks.num_ranks // _num_replicas(sharded[0])
+        mine = torch.zeros(ranks.num_ranks, dtype=torch.int64)
+        mine[ranks.rank] = _combined([local(tensor) for tensor in sharded])
+        is_same &= len(ranks.sum(mine).view(-1, num_together).unique(dim=0)) == 1
+    if not is_same:
         raise TrainingError(
             "the ranks no longer hold the same weights, so one of them computes wrongly; resume from a checkpoint"
         )
+
+
+def _combined(tensors: Sequence[Tensor]) -> int:
+    """A digest of all these tensors."""
+    sums = [_fingerprint(tensor) for tensor in tensors]
+    return _digest(torch.stack(sums).cpu().numpy().tobytes() if sums else b"")
+
+
+def _num_replicas(tensor: "DTensor") -> int:
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sizes if placement.is_replicate())
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:
@@ -155,7 +175,7 @@ def _fingerprint(tensor: Tensor) -> Tensor:
     bits = tensor.contiguous().view(INTEGERS[tensor.itemsize]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk in bits.split(CHUNK_ELEMENTS):
-        weight = torch.arange(1, 2 * chunk.numel(), 2, device=tensor.device)
+        weight = 2 * torch.arange(chunk.numel(), device=tensor.device) + 1
         total = total * 31 + (chunk.long() * weight).sum()
     return total
 
@@ -169,12 +189,15 @@ def _same(value: int, ranks: Ranks) -> bool:
     return ranks.max_int(value) == -ranks.max_int(-value)
 
 
-def shard_model(model: Transformer, ranks: ProcessRanks) -> None:
+def shard_model(model: Transformer, mesh_config: MeshConfig, ranks: ProcessRanks) -> None:
     """Shard `model`, equal on all ranks, in place; each block moves to the rank's device as it is sharded."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(ranks.device.type, (ranks.num_ranks,))
+    sizes = mesh_config.of_ranks(ranks.num_ranks)
+    mesh = init_device_mesh(ranks.device.type, sizes.shape, mesh_dim_names=("replicate", "shard"))
+    if sizes.replicate == 1:
+        mesh = mesh["shard"]
     dtype = model.embedding.weight.dtype
     policy = MixedPrecisionPolicy(reduce_dtype=at_least_float32(dtype))
     full = {weight for weight in model.parameters() if weight.dtype != dtype}
@@ -204,6 +227,14 @@ def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
+
+
+def is_counted(tensor: Tensor, ranks: Ranks) -> bool:
+    """Whether this rank's part of a tensor counts in a sum over all ranks, in which no element may count twice."""
+    if not is_sharded(tensor):
+        return ranks.rank == 0
+    coordinates: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
+    return not any(at for at, placement in zip(coordinates, tensor.placements, strict=True) if placement.is_replicate())
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from m2forge.config import dump
 from m2forge.observe.metrics import read_metrics
 from m2forge.pretrain.config import PretrainConfig
 from m2forge.pretrain.stage import run_pretrain
+from m2forge.train.config import MeshConfig
 from tests.forked import start
 from tests.pretrain.small import make_config, write_corpus
 
@@ -67,15 +68,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PretrainConfi
     return runs, config
 
 
-@pytest.mark.parametrize(("parallel", "start_both"), [("data", forked), ("fsdp", under_torchrun)])
+@pytest.mark.parametrize(("axis", "start_both"), [("replicate", forked), ("shard", under_torchrun)])
 def test_two_processes_train_what_one_would(
-    parallel: str, start_both: Callable[[list[str]], None], alone: tuple[Path, PretrainConfig], tmp_path: Path
+    axis: str, start_both: Callable[[list[str]], None], alone: tuple[Path, PretrainConfig], tmp_path: Path
 ) -> None:
     expected, config = alone
-    machine = config.train.machine.model_copy(update={"parallel": parallel})
+    machine = config.train.machine.model_copy(update={"mesh": MeshConfig.model_validate({axis: 2})})
     train = config.train.model_copy(update={"machine": machine})
-    config = config.model_copy(update={"name": parallel, "train": train})
+    config = config.model_copy(update={"name": axis, "train": train})
     (tmp_path / "config.toml").write_text(dump(config))
     start_both(["pretrain", str(tmp_path / "config.toml"), "--runs", str(tmp_path)])
-    assert losses(tmp_path / parallel) == pytest.approx(losses(expected / "alone"), rel=TOLERANCE)
-    assert (tmp_path / parallel / "model").is_dir()
+    assert losses(tmp_path / axis) == pytest.approx(losses(expected / "alone"), rel=TOLERANCE)
+    assert (tmp_path / axis / "model").is_dir()

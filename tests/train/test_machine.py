@@ -5,8 +5,10 @@ import time
 import pytest
 import torch
 
-from m2forge.train.config import MachineConfig
-from m2forge.train.machine import machine_settings, peak_flops
+from m2forge.config import build
+from m2forge.errors import ConfigError
+from m2forge.train.config import MachineConfig, MeshConfig
+from m2forge.train.machine import machine_ranks, machine_settings, peak_flops
 
 
 def settings() -> tuple[int, int, bool]:
@@ -46,3 +48,31 @@ def test_measuring_the_machine_takes_seconds_at_most(dtype: torch.dtype) -> None
     assert peak_flops(torch.device("cpu"), dtype) > 1e6
     # Where the processor lacks bfloat16, a product of 1024 rows alone takes twenty seconds.
     assert time.monotonic() - started_s < 15
+
+
+@pytest.mark.parametrize(
+    ("mesh", "num_ranks", "problem"),
+    [
+        ({"replicate": 2, "shard": 2}, 2, "replicate 2 × shard 2 is a mesh of 4 ranks, and 2 were started"),
+        ({"replicate": "auto", "shard": 3}, 4, "shard 3 is a mesh of 3 ranks, and 4 were started"),
+        ({}, 2, "replicate 1 × shard 1 is a mesh of 1 ranks, and 2 were started; start torchrun with --nproc"),
+    ],
+)
+def test_a_mesh_of_other_ranks_than_were_started_is_refused(
+    mesh: dict[str, object], num_ranks: int, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
+    with pytest.raises(ConfigError, match=problem):
+        machine_ranks(MachineConfig(mesh=MeshConfig.model_validate(mesh))).__enter__()
+
+
+def test_auto_is_the_number_of_ranks_left() -> None:
+    assert MeshConfig(replicate="auto", shard=2).of_ranks(8).shape == (4, 2)
+    assert MeshConfig(replicate=2, shard="auto").of_ranks(8).shape == (2, 4)
+    assert MeshConfig(shard="auto").of_ranks(1).shape == (1, 1)
+
+
+def test_two_axes_cannot_both_be_auto() -> None:
+    with pytest.raises(ConfigError, match="only one of replicate and shard"):
+        build(MachineConfig, {"mesh": {"replicate": "auto", "shard": "auto"}})

@@ -1,4 +1,4 @@
-"""Two processes, each with the whole network or with a slice of it, against one process with all their packs.
+"""Two processes and four, each with the whole network or with a slice of it, against one process with all their packs.
 
 In float64 the order of sums is all that may differ, so tensors agree to 1e-12 of their largest element.
 """
@@ -21,13 +21,14 @@ from m2forge.model.lora import attach
 from m2forge.model.transformer import Transformer
 from m2forge.records import Call, FinishReason, Pack
 from m2forge.train.checkpoint import CheckpointStore, load_checkpoint_model, restore
-from m2forge.train.config import CheckpointConfig, OptimizerConfig, PolicyConfig
+from m2forge.train.config import CheckpointConfig, MeshConfig, OptimizerConfig, PolicyConfig
 from m2forge.train.engine import TrainEngine
 from m2forge.train.parallel import (
     SINGLE_RANK,
     ProcessRanks,
     Ranks,
     align,
+    local,
     process_ranks,
     refuse_difference,
     refuse_drift,
@@ -44,12 +45,13 @@ _T = TypeVar("_T")
 
 CPU = torch.device("cpu")
 LENGTHS = [[5, 4], [7], [2, 9]]
-PARALLEL: tuple[Literal["data"], Literal["fsdp"]] = ("data", "fsdp")
+REPLICATED, SHARDED = MeshConfig(replicate="auto"), MeshConfig(shard="auto")
+MESHES = {"replicated": REPLICATED, "sharded": SHARDED}
 
 
 @dataclass(frozen=True)
 class Case:
-    parallel: Literal["data", "fsdp"] = "fsdp"
+    mesh: MeshConfig = SHARDED
     over: Literal["rows", "trees"] = "rows"
     num_steps: int = 2
     kind: Literal["adamw", "muon"] = "adamw"
@@ -72,19 +74,25 @@ class Case:
 LEARNT_BIAS = {"bias_update": "gradient", "aux_loss_weight": 0.1}
 ADAPTERS = LoRAConfig(rank=2, targets=("q_proj", "v_proj", r"w[123]"))
 CASES = {
-    "data": Case("data", num_steps=4, moe={"aux_loss_weight": 0.1}),
+    "replicated": Case(REPLICATED, num_steps=4, moe={"aux_loss_weight": 0.1}),
     "sharded": Case(num_steps=4, moe={"aux_loss_weight": 0.1}),
-    "data, over trees": Case("data", "trees", moe={"aux_loss_weight": 0.1}),
+    "replicated, over trees": Case(REPLICATED, "trees", moe={"aux_loss_weight": 0.1}),
     "sharded, over trees": Case(over="trees", moe={"aux_loss_weight": 0.1}),
     "sharded, uneven and empty slices": Case(
         vocab_size=33, moe={"num_experts": 1, "top_k": 1, "normalize": False}, offload="host"
     ),
     "sharded, muon, recomputed": Case(kind="muon", recompute="block"),
     "sharded, learnt bias, frozen main model": Case(moe=LEARNT_BIAS, frozen=True),
-    "data, adapters, over trees": Case("data", "trees", lora=ADAPTERS),
+    "replicated, adapters, over trees": Case(REPLICATED, "trees", lora=ADAPTERS),
     "sharded, adapters, recomputed": Case(recompute="block", lora=ADAPTERS, kind="muon"),
 }
-PLANTED = {"data": Case("data", bug="mean"), "sharded": Case(bug="mean")}
+BOTH = MeshConfig(replicate=2, shard=2)
+CASES_OF_FOUR = {
+    "replicated and sharded": Case(BOTH, moe={"aux_loss_weight": 0.1}),
+    "replicated and sharded, muon, adapters, over trees": Case(BOTH, "trees", kind="muon", lora=ADAPTERS),
+    "replicated and sharded, muon, learnt bias": Case(BOTH, kind="muon", moe=LEARNT_BIAS),
+}
+PLANTED = {"replicated": Case(REPLICATED, bug="mean"), "sharded": Case(bug="mean")}
 LOW_PRECISION = Case(num_steps=1, moe=LEARNT_BIAS, dtype=torch.bfloat16)
 
 
@@ -106,11 +114,11 @@ def trees_of(step: int, ranks: Ranks) -> list[TokenTree]:
 
 
 def share_of(items: list[_T], step: int, ranks: Ranks) -> list[_T]:
-    """Of three, two and one; in every other step three and none."""
+    """Of three, the first rank has two and the last one; in every other step three and none."""
     if ranks.num_ranks == 1:
         return items
     num_first = 2 + step % 2
-    return items[num_first:] if ranks.rank else items[:num_first]
+    return {0: items[:num_first], ranks.num_ranks - 1: items[num_first:]}.get(ranks.rank, [])
 
 
 def draw_tree(seed: int) -> TokenTree:
@@ -148,8 +156,8 @@ def make_engine(case: Case, ranks: Ranks, model: Transformer | None = None) -> T
         attach(model, case.lora.model_copy(update={"seed": ranks.rank}), Path("base"))
     if isinstance(ranks, ProcessRanks):
         align(model, ranks)
-        if case.parallel == "fsdp":
-            shard_model(model, ranks)
+        if case.mesh.is_sharded:
+            shard_model(model, case.mesh, ranks)
         if case.bug == "mean":
             ranks = MeanRanks(CPU)
             for module in sharded_modules(model):
@@ -216,16 +224,16 @@ def skip(ranks: ProcessRanks) -> tuple[float, bool]:
     return norm, is_same and all(torch.equal(bias, biases[name]) for name, bias in engine.model.named_buffers())
 
 
-def evaluate(parallel: Literal["data", "fsdp"], ranks: Ranks) -> dict[str, float]:
+def evaluate(mesh: MeshConfig, ranks: Ranks) -> dict[str, float]:
     """Three packs, so that the second of two ranks runs a blank one in the second round."""
-    engine = make_engine(Case(parallel, dtype=torch.float32), ranks)
+    engine = make_engine(Case(mesh, dtype=torch.float32), ranks)
     packs = [draw_pack(index, lengths, num_tags=2) for index, lengths in enumerate(LENGTHS)]
     return engine.eval_rows(packs, tag_names=("a", "b"))
 
 
-def train_and_evaluate(parallel: Literal["data", "fsdp"], ranks: Ranks) -> list[dict[str, float]]:
+def train_and_evaluate(mesh: MeshConfig, ranks: Ranks) -> list[dict[str, float]]:
     """Metrics of two steps and of the evaluation after each; the second step freezes the main model, as a phase may."""
-    engine = make_engine(Case(parallel), ranks)
+    engine = make_engine(Case(mesh), ranks)
     packs = [draw_pack(index, lengths) for index, lengths in enumerate(LENGTHS)]
     found = []
     for step, is_frozen in enumerate((False, True)):
@@ -245,6 +253,17 @@ def drift(ranks: ProcessRanks) -> str:
     return str(caught.value)
 
 
+def drift_of_shard(ranks: ProcessRanks) -> str:
+    """One element of the second replica differs."""
+    model = make_engine(Case(BOTH), ranks).model
+    refuse_drift(model, ranks)
+    if ranks.rank == 3:
+        local(model.norm.weight.data)[0] += 1e-15
+    with pytest.raises(TrainingError) as caught:
+        refuse_drift(model, ranks)
+    return str(caught.value)
+
+
 def misfit(ranks: ProcessRanks) -> str:
     with pytest.raises(ConfigError) as caught:
         align(small_model(num_mtp=ranks.rank), ranks)
@@ -255,10 +274,15 @@ def scenario(ranks: ProcessRanks, folder: Path) -> dict[str, Any]:
     cases = CASES | {f"planted in {name}": case for name, case in PLANTED.items()} | {"bfloat16": LOW_PRECISION}
     outcomes: dict[str, Any] = {name: run_case(case, ranks) for name, case in cases.items()}
     outcomes |= {"drift": drift(ranks), "misfit": misfit(ranks), "skip": skip(ranks)}
-    for parallel in PARALLEL:
-        outcomes[f"evaluation, {parallel}"] = evaluate(parallel, ranks)
-        outcomes[f"evaluation between steps, {parallel}"] = train_and_evaluate(parallel, ranks)
+    for name, mesh in MESHES.items():
+        outcomes[f"evaluation, {name}"] = evaluate(mesh, ranks)
+        outcomes[f"evaluation between steps, {name}"] = train_and_evaluate(mesh, ranks)
     return outcomes | {"resumed": resume(ranks, folder)}
+
+
+def scenario_of_four(ranks: ProcessRanks) -> dict[str, Any]:
+    outcomes: dict[str, Any] = {name: run_case(case, ranks) for name, case in CASES_OF_FOUR.items()}
+    return outcomes | {"drift of a shard": drift_of_shard(ranks)}
 
 
 @pytest.fixture(scope="module")
@@ -283,31 +307,42 @@ def distance(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> floa
     return float(torch.stack([(ours[name] - expected[name]).abs().max() / scales[name] for name in expected]).max())
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks_train_as_one_process_does(outcomes: Any, name: str) -> None:
-    case, both = CASES[name], [outcome[name] for outcome in outcomes]
+def compare(case: Case, outcomes: Sequence[Any]) -> None:
+    """What the ranks made of a case, with what one process makes of it."""
     expected = run_case(case, SINGLE_RANK)
-    for ours in both:
+    for ours in outcomes:
         assert distance(ours["metrics"], expected["metrics"]) <= 1e-12
         assert ours["num_steps"] == expected["num_steps"]
-        assert ours["sharded"] == (list(expected["num_steps"]) if case.parallel == "fsdp" else [])
-    assert distance(both[0]["weights"], expected["weights"]) <= 1e-12
-    assert distance(both[0]["state"], expected["state"]) <= 1e-12
+        assert ours["sharded"] == (list(expected["num_steps"]) if case.mesh.is_sharded else [])
+    assert distance(outcomes[0]["weights"], expected["weights"]) <= 1e-12
+    assert distance(outcomes[0]["state"], expected["state"]) <= 1e-12
 
 
-@pytest.mark.parametrize("parallel", PARALLEL)
-def test_ranks_evaluate_between_steps_as_one_process_does(outcomes: Any, parallel: Literal["data", "fsdp"]) -> None:
-    expected = train_and_evaluate(parallel, SINGLE_RANK)
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_train_as_one_process_does(outcomes: Any, name: str) -> None:
+    compare(CASES[name], [outcome[name] for outcome in outcomes])
+
+
+def test_four_ranks_train_as_one_process_does(folder: Path) -> None:
+    outcomes: Any = run_ranks(scenario_of_four, folder / "four", num_ranks=4)
+    for name, case in CASES_OF_FOUR.items():
+        compare(case, [outcome[name] for outcome in outcomes])
+    assert all("no longer hold the same weights" in outcome["drift of a shard"] for outcome in outcomes)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_ranks_evaluate_between_steps_as_one_process_does(outcomes: Any, name: str) -> None:
+    expected = train_and_evaluate(MESHES[name], SINGLE_RANK)
     for outcome in outcomes:
-        for ours, theirs in zip(outcome[f"evaluation between steps, {parallel}"], expected, strict=True):
+        for ours, theirs in zip(outcome[f"evaluation between steps, {name}"], expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-12, abs=1e-12)
 
 
-@pytest.mark.parametrize("parallel", PARALLEL)
-def test_the_held_out_loss_has_the_same_bits_on_two_ranks(outcomes: Any, parallel: Literal["data", "fsdp"]) -> None:
-    expected = evaluate(parallel, SINGLE_RANK)
+@pytest.mark.parametrize("name", MESHES)
+def test_the_held_out_loss_has_the_same_bits_on_two_ranks(outcomes: Any, name: str) -> None:
+    expected = evaluate(MESHES[name], SINGLE_RANK)
     assert {"loss", "loss/a", "loss/b", "mtp_loss/2"} <= expected.keys()
-    assert [outcome[f"evaluation, {parallel}"] for outcome in outcomes] == [expected, expected]
+    assert [outcome[f"evaluation, {name}"] for outcome in outcomes] == [expected, expected]
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -369,10 +404,10 @@ def test_a_launcher_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ConfigError, match=r"needs \['WORLD_SIZE'\] in the environment; start it by torchrun"):
-        process_ranks(CPU).__enter__()
+        process_ranks(CPU, SHARDED).__enter__()
     for name, value in {"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
-    with process_ranks(CPU, timeout_s=10) as ranks:
+    with process_ranks(CPU, SHARDED, timeout_s=10) as ranks:
         assert (ranks.rank, ranks.num_ranks, ranks.max_int(5)) == (0, 1, 5)
         assert ranks.sum(torch.tensor([1, 2])).tolist() == [1, 2]
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,9 +10,9 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from m2forge.config import Config, dump, load
+from m2forge.config import Config, dump, load, load_resolved
 from m2forge.errors import ConfigError, ExistsError
-from m2forge.train.config import PhaseConfig, PolicyConfig, TrainConfig
+from m2forge.train.config import MachineConfig, MeshConfig, PhaseConfig, PolicyConfig, TrainConfig
 from m2forge.train.position import Position
 from m2forge.train.run_dir import FAILURE_FILE, hold_run, open_run
 
@@ -107,6 +108,23 @@ def test_a_run_written_under_former_keys_resumes(tmp_path: Path) -> None:
     assert "start = 3" in written
     assert "seed = 3" not in written
     assert load(Renamed, tmp_path / "config.toml") == Renamed(start=3, phases=phases)
+
+
+@pytest.mark.parametrize(("former", "mesh"), [("none", {}), ("data", {"replicate": 2}), ("fsdp", {"shard": 2})])
+def test_a_run_with_the_former_parallel_key_resumes(tmp_path: Path, former: str, mesh: dict[str, int]) -> None:
+    run = make_run()
+    machine = MachineConfig(mesh=MeshConfig.model_validate(mesh))
+    open_run(tmp_path, run, None)
+    # As the version before the mesh wrote it.
+    written, count = re.subn(r"\[train\.machine\.mesh\]\n(\w+ = \S+\n)+", "", (tmp_path / "config.toml").read_text())
+    assert count == 1
+    old = written.replace("[train.machine]\n", f'[train.machine]\nparallel = "{former}"\n')
+    (tmp_path / "config.toml").write_text(old)
+    expected = {"none": MeshConfig(), "data": MeshConfig(replicate="auto"), "fsdp": MeshConfig(shard="auto")}[former]
+    assert load_resolved(Run, tmp_path / "config.toml").train.machine.mesh == expected
+    with pytest.raises(ConfigError, match=r"train\.machine\.parallel: unknown key.*is now 'train\.machine\.mesh'"):
+        load(Run, tmp_path / "config.toml")
+    open_run(tmp_path, run.model_copy(update={"train": run.train.model_copy(update={"machine": machine})}), 0)
 
 
 def test_a_key_added_since_has_its_default_in_an_old_run(tmp_path: Path) -> None:
