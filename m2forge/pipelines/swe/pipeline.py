@@ -43,10 +43,9 @@ from m2forge.pipelines.swe.candidate import Candidate, permissive
 from m2forge.pipelines.swe.code_review import Review as CodeReview
 from m2forge.pipelines.swe.code_review import find_reviews, review_files
 from m2forge.pipelines.swe.config import BuildModelConfig, SweConfig
-from m2forge.pipelines.swe.environment import Built, Runner, build
+from m2forge.pipelines.swe.environment import REPAIRED, Broken, Built, Runner, build, repair
 from m2forge.pipelines.swe.goal import add_goals, goal_statement
 from m2forge.pipelines.swe.injection import inject, prepare_release
-from m2forge.pipelines.swe.repair import REPAIRED, Broken, repair
 from m2forge.pipelines.swe.source import (
     Clone,
     debian_candidate,

@@ -4,20 +4,25 @@ A fixture is a bash script that runs in an empty workspace. The one of kind `SHO
 are; those of other kinds hold longer texts of the same form, other names and other numbers, by their seed. What the
 question does not show is generated from the operands of the answer: the texts that it searches for, the names that its
 patterns match and do not match, and what the tests of `find` ask for (sizes, times, modes, links, empty folders).
+
+Longer texts of a sample's form replace its numbers and some of its words, by the same replacement in all files of a
+fixture, so that keys that occur in two files still match.
 """
 
 import fnmatch
+import hashlib
+import json
 import posixpath
 import random
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from m2forge.pipelines.terminal import generate
 from m2forge.pipelines.terminal.operand import Operand, Role
 from m2forge.pipelines.terminal.sample import Shown, file_names
 from m2forge.pipelines.terminal.shell import SimpleCommand
+from m2forge.records import JsonValue
 
 SHOWN, TASK, SECOND = 0, 1, 2
 """Kinds of fixtures, and their seeds."""
@@ -34,6 +39,15 @@ _LITERAL = re.compile(r"[A-Za-z][\w=@-]{2,}(?:[ .:][A-Za-z][\w=@-]+)*")
 _LONG, _SHORT = 260, 40
 """Lines of a generated text: more than the counts that a script names."""
 _DELIMITER = "END_OF_FILE"
+_WORDS = (
+    *("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "harbor", "iris", "juniper", "koala", "lotus"),
+    *("maple", "nectar", "olive", "prairie", "quartz", "raven", "saffron", "thistle", "umber", "violet", "willow"),
+    *("yarrow", "zephyr", "anchor", "beacon", "copper", "dune", "echo", "falcon", "garnet", "hazel", "indigo"),
+)
+_NUM_COPIES = 3
+_NUMBER = re.compile(r"(?<![\w.:/\-@#])\d+(?![\w:/\-]|\.\d)")
+_ADDRESS = re.compile(r"(?<![\d.])(\d{1,3}\.\d{1,3}\.\d{1,3})\.\d{1,3}(?![\d.])")
+_WORD = re.compile(r"(?<![\w<>/\\\[{$&%-])[A-Za-z]{3,}(?![\w:=>(\[\]}/-])")
 
 
 @dataclass(slots=True)
@@ -90,7 +104,7 @@ def build(request: Request, kind: int) -> str:
 class _Builder:
     def __init__(self, request: Request, kind: int) -> None:
         self._request, self._kind = request, kind
-        self._rng = random.Random(generate.hashed(kind, request.script))
+        self._rng = random.Random(_hashed(kind, request.script))
         self._files = _Files()
         self._literals = literals(request.commands)
         self._names = file_names(request.question) + request.shown.listing
@@ -117,7 +131,7 @@ class _Builder:
         self._links()
         if any(command.program == "rm" for command in request.commands):
             # What must not be removed.
-            self._files.texts.setdefault(f"{self._rng.choice(generate.WORDS)}.keep", self._content("keep"))
+            self._files.texts.setdefault(f"{self._rng.choice(_WORDS)}.keep", self._content("keep"))
         return prefix + self._files.render()
 
     def _input(self, operand: Operand, unnamed: list[str], inputs: Sequence[Operand]) -> None:
@@ -153,29 +167,29 @@ class _Builder:
             return sample + "\n"
         keep = {word for literal in self._literals for word in re.findall(r"\w+", literal)}
         keep |= set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", self._request.question))))
-        return generate.vary(sample, self._kind, keep)
+        return vary(sample, self._kind, keep)
 
     def _content(self, path: str) -> str:
         stem = re.sub(r"\.(?:orig|old|bak)$", "", path.rpartition("/")[2])
-        rng = random.Random(generate.hashed(self._kind, stem))
+        rng = random.Random(_hashed(self._kind, stem))
         match stem.rpartition(".")[2].lower():
             case "py":
-                return generate.code(rng, self._literals)
+                return _code(rng, self._literals)
             case "csv":
-                return generate.rows(rng, self._literals)
+                return _table(rng, self._literals)
             case "json":
-                return generate.objects(rng)
+                return _objects(rng)
         numbers = [int(digits) for digits in re.findall(r"\b\d{2,4}\b", self._request.script)]
         num_lines = _LONG if any(40 <= number <= 250 for number in numbers) else _SHORT
         has_returns = "\\r" in self._request.script
-        return generate.text(rng, self._literals, num_lines, has_returns=has_returns)
+        return _prose(rng, self._literals, num_lines, has_returns=has_returns)
 
     def _edits(self, path: str, inputs: Sequence[Operand]) -> None:
         """A file beside its original differs from it."""
         paths = {operand.path for operand in inputs}
         if path in self._files.texts and any(f"{path}{ending}" in paths for ending in (".orig", ".old", ".bak")):
             lines = self._files.texts[path].split("\n")
-            lines[3:5] = ["an edited line", f"another {self._rng.choice(generate.WORDS)}"]
+            lines[3:5] = ["an edited line", f"another {self._rng.choice(_WORDS)}"]
             self._files.texts[path] = "\n".join(lines)
 
     def _compress(self, path: str) -> None:
@@ -190,12 +204,12 @@ class _Builder:
         """Files that a glob matches, those that the question names first, and some that it does not."""
         folder, _, last = pattern.rpartition("/")
         if folder and re.search(r"[*?\[]", folder):
-            folder = generate.fill(folder, self._rng, 0)
+            folder = fill(folder, self._rng, 0)
         known = [name for name in self._names if fnmatch.fnmatch(name, pattern)]
         if not known and folder:
             known = [f"{folder}/{name}" for name in self._names if fnmatch.fnmatch(name, last) and "/" not in name]
-        made = [posixpath.join(folder, generate.fill(last, self._rng, index)) for index in range(3)]
-        others = [posixpath.join(folder, f"{self._rng.choice(generate.WORDS)}.dat")]
+        made = [posixpath.join(folder, fill(last, self._rng, index)) for index in range(3)]
+        others = [posixpath.join(folder, f"{self._rng.choice(_WORDS)}.dat")]
         others += [name for name in self._names if "/" not in name and not folder and last != "*"]
         is_all = last == "*"
         if is_all:
@@ -211,15 +225,15 @@ class _Builder:
     def _folder(self, folder: str) -> None:
         """A tree with names that the tests of `find` match and others, by the same names in every folder."""
         number, self._num_folders = self._num_folders, self._num_folders + 1
-        rng = random.Random(generate.hashed(self._kind, "tree"))
+        rng = random.Random(_hashed(self._kind, "tree"))
         inside = "" if folder == "." else f"{folder}/"
         named = [name for name in self._names if name.startswith(inside) and inside]
-        places = [inside, f"{inside}{rng.choice(generate.WORDS)}/", f"{inside}sub two/{rng.choice(generate.WORDS)}/"]
+        places = [inside, f"{inside}{rng.choice(_WORDS)}/", f"{inside}sub two/{rng.choice(_WORDS)}/"]
         paths = list(named)
         for pattern in self._patterns():
-            paths += [places[index % 3] + generate.fill(pattern, rng, index) for index in range(4)]
+            paths += [places[index % 3] + fill(pattern, rng, index) for index in range(4)]
         for index, ending in enumerate(("txt", "log", "csv", "md", "dat", "txt")):
-            paths.append(f"{places[index % 3]}{rng.choice(generate.WORDS)}{index}.{ending}")
+            paths.append(f"{places[index % 3]}{rng.choice(_WORDS)}{index}.{ending}")
         paths.append(f"{places[1]}plain")
         for index, path in enumerate(dict.fromkeys(paths)):
             if path in self._files.texts:
@@ -244,7 +258,7 @@ class _Builder:
     def _features(self, inside: str, paths: Sequence[str]) -> None:
         """What the tests of `find` and the programs of the script look at, besides names."""
         tests, after = set(self._tests), self._files.after
-        first, second, third = random.Random(generate.hashed(self._kind, "features")).sample(generate.WORDS, 3)
+        first, second, third = random.Random(_hashed(self._kind, "features")).sample(_WORDS, 3)
         programs = {command.program for command in self._request.commands}
         if tests & {"-empty", "-delete"} or "rmdir" in programs:
             self._files.folders += [f"{inside}hollow", f"{inside}nested/inner/deep"]
@@ -297,7 +311,7 @@ class _Builder:
 
     def _archive(self, operand: Operand) -> None:
         members = [name for name in operand.members if "*" not in name] or ["notes/a.txt"]
-        names = [*members, "other/readme.txt", f"other/{self._rng.choice(generate.WORDS)}.txt"]
+        names = [*members, "other/readme.txt", f"other/{self._rng.choice(_WORDS)}.txt"]
         lines = list[str]()
         for name in names:
             content = self._content(name)
@@ -324,7 +338,7 @@ class _Builder:
             "git config user.name Agent",
             "git config user.email agent@example.org",
         ]
-        first, second = self._rng.sample(generate.WORDS, 2)
+        first, second = self._rng.sample(_WORDS, 2)
         groups = [[f"{first}.txt", "README.md"], [*wanted, f"src/{second}.py"], [f"{first}.txt", f"{second}.txt"]]
         for number, names in enumerate(groups):
             for name in names:
@@ -365,3 +379,160 @@ def _plain(pattern: str) -> Iterator[str]:
     """Parts of a regular expression that match themselves."""
     cleaned = re.sub(r"\[\[?[^\]]*\]?\]|\\[a-zA-Z]|[\^$]", " \0 ", pattern).replace("\\", "")
     yield from _LITERAL.findall(cleaned)
+
+
+# -- generated contents and names --------------------------------------------------------------------------------------
+
+
+def _hashed(*parts: object) -> int:
+    return int.from_bytes(hashlib.sha256("\0".join(map(str, parts)).encode()).digest()[:8], "big")
+
+
+def vary(text: str, seed: int, keep: Collection[str]) -> str:
+    """A text of the same form. `keep`: words that stay. Sorted lines stay sorted."""
+    if (as_json := _vary_json(text, seed, keep)) is not None:
+        return as_json
+    lines = text.rstrip("\n").split("\n")
+    is_whole = any(re.match(r"\s*(?:\[[^\]]+\]\s*$|<[\w/?!]|\S.*[{;]\s*$|/\*)", line) for line in lines)
+    if is_whole:
+        return _replaced(text.rstrip("\n"), f"{seed}/1", keep) + "\n"
+    has_header = len(lines) > 2 and not re.search(r"\d", lines[0]) and all(re.search(r"\d", one) for one in lines[1:])
+    head, body = (lines[:1], lines[1:]) if has_header else ([], lines)
+    rows = list(body)
+    for copy in range(1, _NUM_COPIES + 1):
+        rows += [_replaced(line, f"{seed}/{copy}", keep) for line in body]
+    if len(body) > 2 and all(line.strip().isdigit() for line in body) and body == sorted(body, key=int):
+        rows = sorted(set(rows), key=int)
+    elif len(body) > 2 and body == sorted(body):
+        rows.sort()
+    return "\n".join(head + rows) + "\n"
+
+
+def _vary_json(text: str, seed: int, keep: Collection[str]) -> str | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    if isinstance(value, list):
+        copies = [_vary_value(one, f"{seed}/{copy}", keep) for copy in range(1, _NUM_COPIES + 1) for one in value]
+        return json.dumps([*value, *copies], indent=2) + "\n"
+    return json.dumps(_vary_value(value, f"{seed}/1", keep), indent=2) + "\n" if isinstance(value, dict) else None
+
+
+def _vary_value(value: JsonValue, seed: str, keep: Collection[str]) -> JsonValue:
+    match value:
+        case dict():
+            return {name: _vary_value(one, seed, keep) for name, one in value.items()}
+        case list():
+            return [_vary_value(one, seed, keep) for one in value]
+        case str():
+            return _replaced(value, seed, keep)
+        case bool() | None | float():
+            return value
+    return int(_other_number(str(value), seed))
+
+
+def _replaced(text: str, seed: str, keep: Collection[str]) -> str:
+    def number(match: re.Match[str]) -> str:
+        return match[0] if match[0] in keep else _other_number(match[0], seed)
+
+    def word(match: re.Match[str]) -> str:
+        return match[0] if match[0] in keep else _other_word(match[0], seed)
+
+    def address(match: re.Match[str]) -> str:
+        return f"{match[1]}.{_hashed(seed, match[0]) % 250 + 2}"
+
+    return _ADDRESS.sub(address, _WORD.sub(word, _NUMBER.sub(number, text)))
+
+
+def _other_number(digits: str, seed: str) -> str:
+    zeros = len(digits) - len(digits.lstrip("0"))
+    rest = digits[zeros:]
+    if not rest:
+        return digits
+    low = 10 ** (len(rest) - 1)
+    return "0" * zeros + str(low + _hashed(seed, digits) % (9 * low))
+
+
+def _other_word(word: str, seed: str) -> str:
+    """Another word in the same case, or the same word: half of them stay, so that groups have several members."""
+    draw = _hashed(seed, word.lower())
+    if draw % 2 or word.isupper():
+        return word
+    other = _WORDS[(draw // 2) % len(_WORDS)]
+    return other.capitalize() if word[0].isupper() else other
+
+
+def _prose(rng: random.Random, literals: Sequence[str], num_lines: int, *, has_returns: bool = False) -> str:
+    """Prose that contains the literals, repeated lines, blank lines, white space of all kinds and long lines."""
+    lines = list[str]()
+    for number in range(num_lines):
+        kind = rng.randrange(12)
+        words = [rng.choice(_WORDS) for _ in range(rng.randrange(2, 9))]
+        if literals and rng.randrange(3) == 0:
+            words.insert(rng.randrange(len(words)), rng.choice(list(literals)))
+        line = " ".join(words)
+        if kind == 0 and lines:
+            line = rng.choice(lines)
+        elif kind == 1:
+            line = rng.choice(("", "   ", "\t"))
+        elif kind == 2:
+            line = f"\t{line}\t# {rng.choice(_WORDS)}"
+        elif kind == 3:
+            line += rng.choice((" ", "  ", "\t"))
+        elif kind == 4:
+            line = line.upper()
+        elif kind == 5:
+            line = " ".join(rng.choice(_WORDS) for _ in range(20))
+        elif kind == 6:
+            line = f"{rng.randrange(1, 1000)},{line.replace(' ', ',', 1)},{number}"
+        lines.append(line)
+    for position, literal in enumerate(literals[:num_lines]):
+        lines[(position * 5 + 2) % num_lines] += f" {literal}"
+    end = "\r\n" if has_returns else "\n"
+    return "".join(line + end for line in lines)
+
+
+def _code(rng: random.Random, literals: Sequence[str]) -> str:
+    """A small Python file, with trailing white space."""
+    lines = ["import os", ""]
+    for number in range(rng.randrange(2, 5)):
+        name = rng.choice(_WORDS)
+        lines += [f"def {name}_{number}(value):" + rng.choice(("", "  ", "\t")), f"    return value + {number} "]
+    lines += [f"# {literal}" for literal in literals]
+    return "\n".join(lines) + "\n"
+
+
+def _table(rng: random.Random, literals: Sequence[str]) -> str:
+    """A CSV table with a header."""
+    lines = ["id,name,amount"]
+    for number in range(1, 13):
+        name = rng.choice([*_WORDS, *literals])
+        lines.append(f"{number},{name},{rng.randrange(1, 500)}")
+    return "\n".join(lines) + "\n"
+
+
+def _objects(rng: random.Random) -> str:
+    found = [{"id": number, "name": rng.choice(_WORDS), "amount": rng.randrange(100)} for number in range(1, 6)]
+    return json.dumps(found, indent=2) + "\n"
+
+
+def fill(pattern: str, rng: random.Random, index: int) -> str:
+    """A name that matches a glob."""
+    has_space = index == 1 and pattern.startswith("*") and len(pattern) > 1
+    out, position = "", 0
+    while position < len(pattern):
+        sign = pattern[position]
+        if sign == "*":
+            word = rng.choice(_WORDS)
+            out += f"{word} {rng.choice(_WORDS)}" if has_space and not out else f"{word}{index}"
+        elif sign == "?":
+            out += str(rng.randrange(10))
+        elif sign == "[" and (end := pattern.find("]", position + 2)) > 0:
+            inside = pattern[position + 1 : end]
+            out += inside[-1] if inside[0] not in "!^" else "z"
+            position = end
+        else:
+            out += sign
+        position += 1
+    return out

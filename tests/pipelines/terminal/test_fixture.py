@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from m2forge.pipelines.stage import Item
-from m2forge.pipelines.terminal import fixture, generate, pipeline, state
+from m2forge.pipelines.terminal import fixture, pipeline, state
 from m2forge.pipelines.terminal.config import TerminalConfig
 from m2forge.pipelines.terminal.markup import Block, markdown, read_blocks
 from m2forge.pipelines.terminal.operand import Role, operands
@@ -105,7 +105,7 @@ def test_globs_archives_and_compressed_files_are_generated(tmp_path: Path) -> No
     "sample", ['[{"name": "Ana", "age": 31}]', "[web]\nport=80\n[db]\nport=5432", "<a>\n  <b>one 17</b>\n</a>"]
 )
 def test_structured_samples_stay_well_formed(sample: str) -> None:
-    varied = generate.vary(sample, 1, {"port"})
+    varied = fixture.vary(sample, 1, {"port"})
     assert varied != sample
     if sample.startswith("[{"):
         assert [set(one) for one in json.loads(varied)] == [{"name", "age"}] * 4
@@ -115,7 +115,7 @@ def test_structured_samples_stay_well_formed(sample: str) -> None:
 
 
 def test_sorted_samples_stay_sorted() -> None:
-    numbers = [int(line) for line in generate.vary("7\n12\n105", 2, ()).split()]
+    numbers = [int(line) for line in fixture.vary("7\n12\n105", 2, ()).split()]
     assert numbers == sorted(set(numbers))
     assert len(numbers) > 6
 
@@ -126,7 +126,7 @@ def test_names_match_their_pattern() -> None:
     rng = random.Random(0)
     for pattern in ("*.txt", "inv_????-??.pdf", "[a-c]*x", "*~"):
         for index in range(4):
-            assert fnmatch.fnmatch(generate.fill(pattern, rng, index), pattern)
+            assert fnmatch.fnmatch(fixture.fill(pattern, rng, index), pattern)
 
 
 CONFIG = TerminalConfig(posts="x")
