@@ -14,9 +14,9 @@ ROOT = Path(__file__).parent.parent
 MAX_IMPORT_S = 0.05
 PROGRAM = """
 import sys, time
-started_s = time.perf_counter()
+started_s = time.process_time()
 import m2forge
-print(time.perf_counter() - started_s)
+print(time.process_time() - started_s)
 dir(m2forge)
 assert not {"torch", "numpy", "pydantic", "asyncio"} & sys.modules.keys()
 """
@@ -27,7 +27,7 @@ def test_the_package_is_imported_in_50_ms_without_libraries() -> None:
         run = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, check=True, capture_output=True, text=True)
         return float(run.stdout)
 
-    # The best of five, because the machine may be busy with something else.
+    # CPU time and the best of five, because the machine may be busy with something else.
     assert min(import_s() for _ in range(5)) < MAX_IMPORT_S
 
 

@@ -28,6 +28,7 @@ def test_an_interrupt_returns_after_the_cleanup() -> None:
     ended: list[str] = []
 
     async def wait() -> None:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
             await asyncio.sleep(60)
         finally:
@@ -35,7 +36,6 @@ def test_an_interrupt_returns_after_the_cleanup() -> None:
             ended.append("cleaned up")
 
     with LoopThread("test") as thread:
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             thread.run(wait())
         assert ended == ["cleaned up"]

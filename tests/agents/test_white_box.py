@@ -107,7 +107,7 @@ def test_calls_of_one_turn_run_at_once_and_are_told_in_order(name: str, tmp_path
         return text * 3
 
     said = [say(*(call("meet", text=letter) for letter in "abc")), say(call("echo", text="d")), DONE]
-    with attempt(tmp_path, said, [meet, echo], name=name, tool_timeout_s=10) as scene:
+    with attempt(tmp_path, said, [meet, echo], name=name, tool_timeout_s=60) as scene:
         assert (scene.result.end, scene.result.answer, scene.result.failure) == (AgentEnd.FINISHED, "done", None)
         assert scene.shown() == [
             "system: Work.",
@@ -161,13 +161,13 @@ def test_what_goes_wrong_is_told_to_the_model(tmp_path: Path) -> None:
         call("echo", text="x" * 200),
     ]
     said = [say(*calls), say(thinking="Nothing to say."), DONE]
-    with attempt(tmp_path, said, [echo, fail], tool_timeout_s=0.3, max_tool_chars=100) as scene:
+    with attempt(tmp_path, said, [echo, fail], tool_timeout_s=1.5, max_tool_chars=100) as scene:
         assert scene.shown()[3:] == [
             "tool: error: there is no tool 'ecko'; did you mean 'echo'?",
             *[line for line in scene.shown()[4:6] if "error: echo was not called: " in line and "text" in line],
             "tool: error: ValueError: not 7",
             "tool: error: TimeoutError: the server's",
-            "tool: error: echo did not end within 0.3 s",
+            "tool: error: echo did not end within 1.5 s",
             f"tool: {'x' * 50}\n[500 characters left out]\n{'x' * 50}",
             "assistant: ",
             f"user: {NOTHING}",
@@ -201,14 +201,14 @@ def test_tools_work_in_the_sandbox(tmp_path: Path) -> None:
         say(call("shell", command="echo begun; sleep 60")),
         DONE,
     ]
-    with attempt(tmp_path, said, (), tools=("shell", "files"), tool_timeout_s=0.5) as scene:
+    with attempt(tmp_path, said, (), tools=("shell", "files"), tool_timeout_s=2.5) as scene:
         results = [line for line in scene.shown() if line.startswith("tool: ")]
         assert results[:2] == ["tool: wrote 7 bytes", "tool: edited"]
         assert "none is not a file" in results[2]
         assert "found it 3 times" in results[3]
         assert "not a file inside the workspace" in results[4]
         assert results[5:7] == ["tool: one three", "tool: one three\n[exit status 3]"]
-        assert results[7] == "tool: begun\n\n[ended after 0.5 s, the most a command may take]"
+        assert results[7] == "tool: begun\n\n[ended after 2.5 s, the most a command may take]"
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -116,7 +116,7 @@ def test_what_an_agent_cannot_do_is_told(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_attempt_ends_with_its_time(tmp_path: Path) -> None:
     async def scene() -> str:
-        async with make_workers(tmp_path, timeout_s=2.0) as workers:
+        async with make_workers(tmp_path, timeout_s=3.0) as workers:
             with pytest.raises(TimeoutError):
                 await ask(workers, "0", make_task("hang"), ENDPOINT)
             return await ask(workers, "0", make_task("again"), ENDPOINT)
@@ -154,7 +154,7 @@ def test_a_slot_is_free_only_when_the_cancel_is_confirmed(tmp_path: Path) -> Non
     """A worker that confirms keeps its other jobs, and its process."""
 
     async def scene() -> tuple[str, str]:
-        async with make_workers(tmp_path, timeout_s=1.0, jobs_per_worker=1) as workers:
+        async with make_workers(tmp_path, timeout_s=3.0, jobs_per_worker=1) as workers:
             first = await ask(workers, "0", make_task("job"), ENDPOINT)
             with pytest.raises(TimeoutError) as caught:
                 await ask(workers, "1", make_task("hang"), ENDPOINT)
@@ -176,7 +176,7 @@ def test_a_job_is_over_only_when_nothing_is_left_of_its_worker(tmp_path: Path, m
 
     async def stop_slowly(worker: ProcessWorker) -> Outcome:
         nonlocal is_ended
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(4.0)
         outcome = await stop(worker)
         is_ended = True
         return outcome
@@ -184,7 +184,7 @@ def test_a_job_is_over_only_when_nothing_is_left_of_its_worker(tmp_path: Path, m
     monkeypatch.setattr(ProcessWorker, "stop", stop_slowly)
 
     async def scene() -> None:
-        async with make_workers(tmp_path, EXITING, timeout_s=1.0) as workers:
+        async with make_workers(tmp_path, EXITING, timeout_s=2.0) as workers:
             with pytest.raises(WorkerDiedError):
                 await ask(workers, "0", make_task("job"), ENDPOINT)
             assert is_ended
@@ -195,7 +195,7 @@ def test_a_job_is_over_only_when_nothing_is_left_of_its_worker(tmp_path: Path, m
 @pytest.mark.slow
 def test_a_stuck_worker_takes_no_job_until_it_is_restarted(tmp_path: Path) -> None:
     async def scene() -> str:
-        async with make_workers(tmp_path, SLEEPING, timeout_s=1.5, cancel_s=0.5, jobs_per_worker=1) as workers:
+        async with make_workers(tmp_path, SLEEPING, timeout_s=4.0, cancel_s=0.5, jobs_per_worker=1) as workers:
             given_up = asyncio.create_task(ask(workers, "0", make_task("hang"), ENDPOINT))
             await asyncio.sleep(0.5)
             given_up.cancel()
@@ -259,7 +259,7 @@ def test_the_time_of_an_attempt_begins_when_there_is_a_worker(tmp_path: Path, mo
     monkeypatch.setattr("m2forge.agents.worker_pool.RESTART_S", 3.0)
 
     async def scene() -> str:
-        async with make_workers(tmp_path, timeout_s=2.0) as workers:
+        async with make_workers(tmp_path, timeout_s=3.0) as workers:
             with pytest.raises(JobError, match="status 3"):
                 await ask(workers, "0", make_task("die"), ENDPOINT)
             return await ask(workers, "1", make_task("job"), ENDPOINT)
@@ -288,7 +288,7 @@ def test_a_path_is_taken_from_where_the_loop_was_started(tmp_path: Path, monkeyp
 @pytest.mark.slow
 def test_a_job_alone_shares_its_worker_with_none(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with make_workers(tmp_path, timeout_s=2.0) as workers:
+        async with make_workers(tmp_path, timeout_s=3.0) as workers:
             before = asyncio.create_task(ask(workers, "before", make_task("hang"), ENDPOINT))
             await asyncio.sleep(0.5)
             alone = asyncio.create_task(ask(workers, "alone", make_task("die"), ENDPOINT, is_exclusive=True))

@@ -124,7 +124,7 @@ class Live:
         async def call() -> T:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(60)
 
     def num_listeners(self) -> int:
         """Return the number of listeners of all running generations."""
@@ -176,14 +176,14 @@ def live(
 
     thread = threading.Thread(target=run)
     thread.start()
-    is_started.wait(10)
+    is_started.wait(60)
     try:
         if not failures:
             yield started[0]
     finally:
         if started:
             loop.call_soon_threadsafe(stop.set)
-        thread.join(30)
+        thread.join(60)
     assert not thread.is_alive()
     if failures:
         raise failures[0]

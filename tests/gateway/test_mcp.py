@@ -16,7 +16,7 @@ from tests.gateway.test_tools import Host, open_episode
 
 def post(gateway: Live, key: str, message: JsonValue) -> httpx2.Response:
     headers = {"Authorization": f"Bearer {key}", "Accept": "application/json, text/event-stream"}
-    return httpx2.post(f"{gateway.url}/v1/mcp", json=message, headers=headers, timeout=10)
+    return httpx2.post(f"{gateway.url}/v1/mcp", json=message, headers=headers, timeout=60)
 
 
 def test_the_official_client_lists_and_calls_the_tools() -> None:

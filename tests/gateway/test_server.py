@@ -291,7 +291,7 @@ def test_an_answer_that_cannot_be_written_down_is_not_told(tmp_path: Path) -> No
 
 
 def test_a_call_that_takes_too_long_is_aborted_recorded_and_told() -> None:
-    config = GatewayConfig(port=0, call_timeout_s=0.2)
+    config = GatewayConfig(port=0, call_timeout_s=1.0)
     with live(minimax(), config=config, delay_s=0.02) as gateway:
         episode, key = gateway.episode()
         response = post(gateway, key, BODY | {"max_tokens": 2000}).json()

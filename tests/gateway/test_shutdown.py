@@ -43,7 +43,7 @@ class Process:
         os.kill(self.process.pid, number)
 
     def wait(self) -> int | None:
-        self.process.join(20)
+        self.process.join(60)
         return self.process.exitcode
 
     def end(self, number: signal.Signals) -> int | None:
@@ -69,7 +69,7 @@ def ask(url: str, key: str, messages: list[Any], **options: Any) -> Iterator[str
     with (
         contextlib.suppress(httpx2.TransportError),
         httpx2.stream(
-            "POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=20, verify=False
+            "POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60, verify=False
         ) as response,
     ):
         for line in response.iter_lines():
@@ -99,12 +99,12 @@ def test_responses_survive_a_kill_and_episodes_go_on(tmp_path: Path) -> None:
         threads = [threading.Thread(target=load, args=(episode["key"],)) for episode in made]
         for thread in threads:
             thread.start()
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + 60
         while len(finished) < 40 and time.monotonic() < deadline_s:
             time.sleep(0.01)
         gateway.end(signal.SIGKILL)
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
     assert len(finished) >= 40
     kept = {
         entry.id
@@ -167,8 +167,9 @@ def test_in_process_the_loop_creates_episodes_and_reads_trees() -> None:
     asyncio.run(run())
 
 
-def test_a_health_check_that_waits_does_not_delay_the_end() -> None:
+def test_a_health_check_that_waits_does_not_delay_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's server is starting: it accepts connections and does not respond yet."""
+    monkeypatch.setattr("m2forge.gateway.server.GRACE_S", 60)  # what a health check that waits would delay it by
 
     async def run() -> None:
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -179,12 +180,12 @@ def test_a_health_check_that_waits_does_not_delay_the_end() -> None:
         accepted, format = asyncio.Event(), minimax()
         silent = await asyncio.start_server(accept, "127.0.0.1", 0)
         engine = RemoteEngine(f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}")
-        async with silent, httpx2.AsyncClient(verify=False, timeout=20) as client:
+        async with silent, httpx2.AsyncClient(verify=False, timeout=60) as client:
             async with GatewayServer(engine, format, GatewayConfig(port=0), context=CONTEXT) as gateway:
                 checking = asyncio.create_task(client.get(f"{gateway.url}/health"))
                 await accepted.wait()
                 started_s = time.monotonic()
-            assert time.monotonic() - started_s < 2.0
+            assert time.monotonic() - started_s < 20
             response = await checking
             assert (response.status_code, "is stopping" in response.text) == (503, True)
             await engine.close()

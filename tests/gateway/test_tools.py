@@ -25,13 +25,13 @@ class Host:
         return [{"type": "function", "function": {"name": "look", "parameters": {}}}]
 
     async def call(self, task: Task, name: str, arguments: JsonValue) -> str:
-        await asyncio.sleep(0.5 if name == "slow" else 0.0)
+        await asyncio.sleep(2.5 if name == "slow" else 0.0)
         return f"{name} {arguments} {task == TASK}"
 
 
 def call(gateway: Live, key: str, body: object, path: str = "/call") -> tuple[int, JsonValue]:
     headers = {"Authorization": f"Bearer {key}"}
-    response = httpx2.post(f"{gateway.url}/v1/tools{path}", json=body, headers=headers, timeout=10)
+    response = httpx2.post(f"{gateway.url}/v1/tools{path}", json=body, headers=headers, timeout=60)
     return response.status_code, response.json()
 
 
@@ -52,7 +52,7 @@ def test_an_episode_s_tools_are_listed_and_called_under_its_key() -> None:
             found = list(threads.map(lambda n: call(gateway, key, {"name": "slow", "arguments": n}), range(4)))
             passed_s = time.monotonic() - started_s
         assert [status for status, _ in found] == [200] * 4
-        assert passed_s < 1.5, "calls of one turn wait together"
+        assert passed_s < 8.0, "calls of one turn wait together"
         assert gateway.episodes.find(key).num_calls == 0  # type: ignore[union-attr]  # it is there
 
 

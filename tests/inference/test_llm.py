@@ -165,11 +165,11 @@ def test_an_interrupt_cancels_and_leaves_the_engine_usable(llm: LLM) -> None:
 
 
 def wait_until(holds: Any) -> None:
-    for _ in range(400):
+    for _ in range(4000):
         if holds():
             return
         time.sleep(0.01)
-    raise AssertionError("waited 4 s in vain")
+    raise AssertionError("waited 40 s in vain")
 
 
 def test_a_closed_llm_ends_its_streams_and_refuses_requests(folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Literal
 
 import pytest
 import uvicorn
-from playwright.sync_api import Browser, ConsoleMessage, Page
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect
 from starlette.types import ASGIApp
 
 from m2forge.listener import address
@@ -22,6 +22,7 @@ from m2forge.text.format import ChatFormat
 from tests.page.chromium import chromium
 from tests.page.scene import Scene, make_chat_format
 
+expect.set_options(timeout=30_000)  # the default of 5 s is little for a busy machine
 SIZES = {"wide": (1440, 900), "narrow": (390, 800)}
 
 
@@ -60,7 +61,7 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
         page = context.new_page()
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda said: errors.append(said.text) if is_mistake(said) else None)
-        page.set_default_timeout(15_000)
+        page.set_default_timeout(60_000)
         return page
 
     yield open_one

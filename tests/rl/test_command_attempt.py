@@ -138,7 +138,7 @@ def test_an_exit_after_a_completion_counts_and_is_not_verified(tmp_path: Path) -
     result = attempt(tmp_path, "call exit", tasks)
     assert "status 1: no arguments in the call" in (result.failure or "")
     assert (result.verdict.perf, len(result.tree.samples), tasks.seen) == (0.0, 1, [])
-    assert attempt(tmp_path, "call hang", timeout_s=3.0).failure == TIMEOUT
+    assert attempt(tmp_path, "call hang", timeout_s=6.0).failure == TIMEOUT
 
 
 @pytest.mark.slow
@@ -150,7 +150,7 @@ def test_confined_programs_follow_the_same_rule(tmp_path: Path, monkeypatch: pyt
             return asyncio.run(run(gateway, tmp_path, does, Tasks(), timeout_s=timeout_s, backend="namespace"))
 
         assert "status 1: no arguments in the call" in (attempted("call exit").failure or "")
-        assert attempted("call hang", timeout_s=2.0).failure == TIMEOUT
+        assert attempted("call hang", timeout_s=5.0).failure == TIMEOUT
         with pytest.raises(WorkerLost):
             attempted("call killed")
         # The kernel refuses a sandbox, or kills one, at any point of an attempt: none of it is a verdict.

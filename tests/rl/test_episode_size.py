@@ -1,7 +1,6 @@
 """Long episodes: the event loop goes on while they are stored, read back and judged."""
 
 import asyncio
-import time
 from pathlib import Path
 from typing import cast
 
@@ -21,6 +20,7 @@ from m2forge.tasks.task_set import TaskSet
 from m2forge.text.message import Tool
 from m2forge.tree.token_tree import TokenTree
 from tests.gateway.dialogue import minimax
+from tests.tasks.stall import MAX_STALL_S, watched_stalls
 
 NUM_CALLS, NUM_NEW = 2000, 20
 
@@ -60,15 +60,8 @@ def longest_stall_s(folder: Path) -> float:
     vocab_size = format.tokenizer.vocab_size
     tree, judged = long_tree(vocab_size), list[tuple[Task, float]]()
     task = TaskSet(find_family("chain"), "train", 0).next(1, 3)
-    stalls: list[float] = []
 
-    async def watch() -> None:
-        while True:
-            before_s = time.perf_counter()
-            await asyncio.sleep(0.005)
-            stalls.append(time.perf_counter() - before_s - 0.005)
-
-    async def scene(pool: Pool) -> None:
+    async def scene(pool: Pool) -> list[float]:
         async with PoolWriter(pool) as writer:
             agents = cast(AttemptRunner[TaskRunner], OneLongEpisode(tree))
             attempts = Attempts(
@@ -76,13 +69,13 @@ def longest_stall_s(folder: Path) -> float:
             )
             pool.put([(task, 1)])
             (lease,) = pool.lease("loop", 1)
-            watching = asyncio.create_task(watch())
-            await attempts.run(lease)
-            await attempts.judge_complete()
-            watching.cancel()
+            async with watched_stalls() as stalls:
+                await attempts.run(lease)
+                await attempts.judge_complete()
+        return stalls
 
     with Pool(PoolConfig(url=f"sqlite:///{folder / 'pool.db'}"), vocab_size) as pool:
-        asyncio.run(scene(pool))
+        stalls = asyncio.run(scene(pool))
         claimed = pool.claim(1, PolicyVersion("run", 0))
         assert claimed is not None
         (unit,) = pool.fetch(claimed)
@@ -98,7 +91,7 @@ def test_an_episode_of_2000_calls_does_not_block_the_event_loop(tmp_path: Path) 
     folders = [tmp_path / str(number) for number in range(3)]
     for folder in folders:
         folder.mkdir()
-    assert any(longest_stall_s(folder) < 0.1 for folder in folders)
+    assert any(longest_stall_s(folder) < MAX_STALL_S for folder in folders)
 
 
 class SlowFamily(OneLongEpisode):
@@ -128,7 +121,7 @@ def test_an_attempt_ends_before_its_group_is_judged(tmp_path: Path) -> None:
             pool.put([(task, 1)])
             (lease,) = pool.lease("loop", 1)
             judging = asyncio.create_task(attempts.judge_ended())
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(60):
                 await attempts.run(lease)
                 assert not judged
                 may_judge.set()

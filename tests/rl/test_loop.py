@@ -238,7 +238,7 @@ def test_a_step_repeated_after_a_restore_is_pushed_and_evaluated(model: Path, tm
         await engine.close()
         loop.pool.close()
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 def test_a_version_removed_during_its_push_is_skipped(model: Path, tmp_path: Path) -> None:

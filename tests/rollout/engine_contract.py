@@ -61,7 +61,7 @@ async def complete(engine: Engine, prompt: Prompt) -> list[float]:
 
 async def settled(engine: Engine) -> None:
     """Wait until nothing runs; an abort takes a moment."""
-    for _ in range(400):
+    for _ in range(4000):
         state = await engine.state()
         if state.num_running == state.num_waiting == 0:
             return
@@ -226,7 +226,7 @@ def run_check(
     """Run one check on an engine of its own, in a loop of its own."""
 
     async def run() -> None:
-        async with make() as engine, asyncio.timeout(20):
+        async with make() as engine, asyncio.timeout(100):
             await check(engine, facts or Facts())
             await engine.close()
 

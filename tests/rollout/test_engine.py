@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
@@ -122,7 +122,7 @@ def test_a_failing_step_fails_waiting_and_later_requests(kind: type[BaseExceptio
     async def run() -> None:
         engine = NativeEngine(FakeCore(32, 128, on_step=fail_at_5))
         asked = [engine.watch(), *(complete(engine, make_prompt(max_tokens=MANY)) for _ in range(4))]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             results = await asyncio.gather(*asked, return_exceptions=True)
         for result in results:
             assert isinstance(result, EngineError)
@@ -174,12 +174,19 @@ def test_a_load_is_done_when_its_weights_sample(tmp_path: Path) -> None:
             return chunks
 
     async def run() -> None:
-        engine = NativeEngine(Later(32, 128, step_s=0.001))
+        steps, may_go_on = count(1), threading.Event()
+
+        def hold_later_steps() -> None:
+            if next(steps) > 30:
+                may_go_on.wait()
+
+        engine = NativeEngine(Later(32, 128, on_step=hold_later_steps))
         async with aclosing(engine.generate(make_prompt(max_tokens=40))) as chunks:
             await anext(chunks)
             loads = [asyncio.create_task(engine.load(tmp_path, PolicyVersion("fake", step))) for step in (1, 2)]
             await asyncio.sleep(0.01)
             assert not any(load.done() for load in loads)
+            may_go_on.set()
             async for _ in chunks:
                 pass
         await asyncio.gather(*loads)  # the first was overtaken by the second

@@ -56,11 +56,11 @@ def test_programs_that_cannot_be_run(tmp_path: Path, config: SandboxConfig) -> N
 
 def test_time_signals_and_floods(tmp_path: Path, config: SandboxConfig) -> None:
     started_s = time.monotonic()
-    outcome = shell("echo before; sleep 60", config, tmp_path, timeout_s=0.2)
+    outcome = shell("echo before; sleep 60", config, tmp_path, timeout_s=1.0)
     assert (outcome.reason, outcome.status, outcome.stdout.text()) == (OutcomeReason.TIMEOUT, -15, "before\n")
-    outcome = shell("trap '' TERM; while :; do sleep 0.05; done", config, tmp_path, timeout_s=0.2)
+    outcome = shell("trap '' TERM; while :; do sleep 0.05; done", config, tmp_path, timeout_s=1.0)
     assert (outcome.reason, outcome.status) == (OutcomeReason.TIMEOUT, -9)
-    assert time.monotonic() - started_s < 10
+    assert time.monotonic() - started_s < 50
     outcome = shell("kill -SEGV $$", config, tmp_path)
     assert (outcome.reason, outcome.status) == (OutcomeReason.SIGNALLED, -11)
     outcome = shell("head -c 3000000 /dev/zero; echo end", config, tmp_path)

@@ -148,7 +148,7 @@ def test_a_fork_bomb_is_contained() -> None:
 
     async def act(sandbox: Sandbox) -> None:
         await sandbox.run(Command((PYTHON, "-c", script), timeout_s=5))
-        end_s = time.monotonic() + 10
+        end_s = time.monotonic() + 60
         while not (await sandbox.run(Command(("true",)))).is_success:
             assert time.monotonic() < end_s
             await asyncio.sleep(0.05)  # What the bomb left running ends by itself.
@@ -190,9 +190,9 @@ def test_daemons_live_until_close(tmp_path: Path) -> None:
         started_s = time.monotonic()
         outcome = await sandbox.run(Command(("sh", "-c", daemon)))
         assert "started" in outcome.stdout.text()
-        assert time.monotonic() - started_s < 2  # It holds the streams open; the command has ended all the same.
-        await asyncio.sleep(0.2)
-        count = await sandbox.run(Command(("sh", "-c", "grep -l 'trap' /proc/[0-9]*/cmdline | wc -l")))
+        assert time.monotonic() - started_s < 20  # It holds the streams open; the command has ended all the same.
+        # The brackets keep the pattern from matching the command line that holds it.
+        count = await sandbox.run(Command(("sh", "-c", "grep -l '[t]rap' /proc/[0-9]*/cmdline | wc -l")))
         assert int(count.stdout.text()) >= 1
         assert (await sandbox.run(Command(("sleep", "60"), timeout_s=0.1))).reason is OutcomeReason.TIMEOUT
 

@@ -49,7 +49,7 @@ time.sleep(60)
 
 
 def run(folder: Path, *argv: str) -> Outcome:
-    return asyncio.run(asyncio.wait_for(ProcessSandbox(folder).run(Command(argv)), 20))
+    return asyncio.run(asyncio.wait_for(ProcessSandbox(folder).run(Command(argv)), 50))
 
 
 def test_a_command_cannot_open_its_keepers_channel(tmp_path: Path) -> None:

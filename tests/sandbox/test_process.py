@@ -86,19 +86,19 @@ def test_a_signal_is_told_apart_from_an_exit(tmp_path: Path) -> None:
 
 def test_time_runs_out(tmp_path: Path) -> None:
     started_s = time.monotonic()
-    outcome = sh(tmp_path, "echo before; sleep 60", timeout_s=0.2)
+    outcome = sh(tmp_path, "echo before; sleep 60", timeout_s=1.0)
     assert (outcome.reason, outcome.status) == (OutcomeReason.TIMEOUT, -15)
     assert outcome.stdout.text() == "before\n"
-    assert time.monotonic() - started_s < 5
+    assert time.monotonic() - started_s < 50
 
 
 def test_a_command_may_tidy_up_when_its_time_is_over(tmp_path: Path) -> None:
-    outcome = sh(tmp_path, "trap 'echo tidy; exit 0' TERM; sleep 60 & wait", timeout_s=0.2)
+    outcome = sh(tmp_path, "trap 'echo tidy; exit 0' TERM; sleep 60 & wait", timeout_s=1.0)
     assert (outcome.reason, outcome.stdout.text()) == (OutcomeReason.TIMEOUT, "tidy\n")
 
 
 def test_a_command_that_ignores_being_told_is_killed(tmp_path: Path) -> None:
-    config = SandboxConfig(backend="process", timeout_s=0.2, grace_s=0.1)
+    config = SandboxConfig(backend="process", timeout_s=1.0, grace_s=0.1)
     outcome = sh(tmp_path, "trap '' TERM; while :; do sleep 0.05; done", config=config)
     assert (outcome.reason, outcome.status) == (OutcomeReason.TIMEOUT, -9)
 
@@ -176,12 +176,12 @@ def test_a_worker_that_nobody_reads_costs_no_memory(tmp_path: Path) -> None:
         worker = await sandbox.start(Command(("yes",)))
         await asyncio.sleep(0.3)
         assert len(worker._streams._lines) < 300_000
-        assert [await worker.receive_line(5) for _ in range(10_000)] == [b"y\n"] * 10_000
+        assert [await worker.receive_line(30) for _ in range(10_000)] == [b"y\n"] * 10_000
         outcome = await worker.stop()
         assert outcome.reason is OutcomeReason.KILLED
         endless = await sandbox.start(Command(("head", "-c", "100000000", "/dev/zero")))
         with pytest.raises(DataError, match="exceeds 1000 bytes"):
-            await endless.receive_line(5)
+            await endless.receive_line(30)
         await sandbox.close()
 
     asyncio.run(talk())

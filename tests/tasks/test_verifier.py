@@ -148,12 +148,12 @@ def test_a_commands_files_replace_what_the_agent_left(tmp_path: Path) -> None:
 
 def test_a_command_sees_no_secret_and_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("M2FORGE_JUDGE_KEY", "secret")
-    spec: JsonValue = {"command": ["sh", "-c", "env; sleep 60 & echo $! > pid"], "timeout_s": 10}
+    spec: JsonValue = {"command": ["sh", "-c", "env; sleep 60 & echo $! > pid"], "timeout_s": 50}
     started_s = time.monotonic()
     assert "JUDGE_KEY" not in str(judge(spec, workspace=tmp_path).evidence["output"])
-    assert time.monotonic() - started_s < 5
+    assert time.monotonic() - started_s < 40
     pid = int((tmp_path / "pid").read_text())
-    until_s = time.monotonic() + 5
+    until_s = time.monotonic() + 40
     while _is_running(pid) and time.monotonic() < until_s:
         time.sleep(0.01)
     assert not _is_running(pid)

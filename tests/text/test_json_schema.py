@@ -143,11 +143,11 @@ def test_hostile_schemas_are_answered_at_once() -> None:
         through = [through]
     links: dict[str, JsonValue] = {f"{n}": {"allOf": [{"$ref": f"#/$defs/{n + 1}"}]} for n in range(9)}
     links["9"] = {"items": {"$ref": "#/$defs/0"}}
-    start_s = time.perf_counter()
+    start_s = time.thread_time()
     assert schema_violations(5, nested) == []
     assert schema_violations(5, {"$defs": {"a": nested}, "$ref": "#gone"}) == []
     assert schema_violations("a" * 40 + "!", {"pattern": "^(a+)+$", "patternProperties": {"^(a+)+$": False}}) == []
     assert schema_violations(through, {"$ref": "#/$defs/0", "$defs": links}) == [
         "value: value and schema are nested too deep to be checked"
     ]
-    assert time.perf_counter() - start_s < 2
+    assert time.thread_time() - start_s < 2

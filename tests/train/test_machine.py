@@ -44,10 +44,10 @@ def test_without_determinism_none_is_asked_for() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_measuring_the_machine_takes_seconds_at_most(dtype: torch.dtype) -> None:
-    started_s = time.monotonic()
+    started_s = time.thread_time()
     assert peak_flops(torch.device("cpu"), dtype) > 1e6
     # Where the processor lacks bfloat16, a product of 1024 rows alone takes twenty seconds.
-    assert time.monotonic() - started_s < 15
+    assert time.thread_time() - started_s < 15
 
 
 @pytest.mark.parametrize(

@@ -407,7 +407,7 @@ def test_a_launcher_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         process_ranks(CPU, SHARDED).__enter__()
     for name, value in {"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
-    with process_ranks(CPU, SHARDED, timeout_s=10) as ranks:
+    with process_ranks(CPU, SHARDED, timeout_s=60) as ranks:
         assert (ranks.rank, ranks.num_ranks, ranks.max_int(5)) == (0, 1, 5)
         assert ranks.sum(torch.tensor([1, 2])).tolist() == [1, 2]
 

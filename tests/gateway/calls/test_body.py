@@ -146,7 +146,7 @@ def test_a_retry_waits_while_the_first_prompt_is_encoded(monkeypatch: pytest.Mon
         def wait(self: Tokenizer, texts: Any) -> Any:
             if threading.current_thread().name.startswith("encode"):
                 is_encoding.set()
-                goes_on.wait(20)
+                goes_on.wait(60)
             return encode(self, texts)
 
         monkeypatch.setattr(Tokenizer, "_encode", wait)
@@ -158,14 +158,14 @@ def test_a_retry_waits_while_the_first_prompt_is_encoded(monkeypatch: pytest.Mon
             threading.Thread(target=lambda: answers.append(post(gateway, key, sent, x_stainless_retry_count="1"))),
         ]
         clients[0].start()
-        assert is_encoding.wait(20)
+        assert is_encoding.wait(60)
         clients[1].start()
         time.sleep(0.1)
         with httpx2.Client(base_url=gateway.url) as other:
             assert other.get("/health").status_code == 200  # the retry does not spin
         goes_on.set()
         for client in clients:
-            client.join(20)
+            client.join(60)
         assert [answer.status_code for answer in answers] == [200, 200]
         assert len({answer.json()["id"] for answer in answers}) == 1
         assert episode.num_calls == 1
@@ -194,24 +194,28 @@ def test_others_are_served_while_a_key_sends_many_tiny_messages() -> None:
     lists.append(f'{one % "user"},{{"role":"assistant","content":"","tool_calls":[{made}]}},{results}')
     with live(minimax()) as gateway, httpx2.Client(base_url=gateway.url) as other:
         _, key = gateway.episode()
-        statuses: list[int] = []
 
-        def attack() -> None:
+        def attack(statuses: list[int]) -> None:
             with httpx2.Client(base_url=gateway.url, headers={"x-api-key": key}, timeout=60) as client:
                 for items in lists:
                     answer = client.post("/v1/chat/completions", content=f'{{"model":"m","messages":[{items}]}}')
                     statuses.append(answer.status_code)
 
-        attacker = threading.Thread(target=attack)
-        attacker.start()
-        longest_s = 0.0
-        while attacker.is_alive():
-            start_s = time.monotonic()
-            assert other.get("/health").status_code == 200
-            longest_s = max(longest_s, time.monotonic() - start_s)
-            time.sleep(0.005)
-        assert statuses == [400] * 3
-        assert longest_s < 1.0, longest_s
+        def longest_wait_s() -> float:
+            statuses: list[int] = []
+            attacker = threading.Thread(target=attack, args=(statuses,))
+            attacker.start()
+            waits_s = [0.0]
+            while attacker.is_alive():
+                start_s = time.monotonic()
+                assert other.get("/health").status_code == 200
+                waits_s.append(time.monotonic() - start_s)
+                time.sleep(0.005)
+            assert statuses == [400] * 3
+            return max(waits_s)
+
+        # Other processes may hold the processor once; work on the event loop would hold it every time.
+        assert any(longest_wait_s() < 1.0 for _ in range(3))
 
 
 # -- workers -----------------------------------------------------------------------------------------------------------

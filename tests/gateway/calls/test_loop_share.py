@@ -40,7 +40,8 @@ def test_long_pieces_pause_only_while_other_requests_wait(num_requests: int) -> 
         ended_s = time.monotonic()
         return await share.run(lambda: work(0.0)) - ended_s
 
-    waited_s = asyncio.run(run())
+    # The least of five, because the machine may be busy with something else.
+    waited_s = min(asyncio.run(run()) for _ in range(5))
     assert (waited_s > 15 * FREE_S) == (num_requests > 1)
 
 
@@ -74,8 +75,8 @@ def test_a_cancelled_request_passes_its_turn_on(when: str) -> None:
         second.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await second
-        await asyncio.wait_for(third, 5)
-        await asyncio.wait_for(share.run(lambda: work(0.0)), 5)
+        await asyncio.wait_for(third, 60)
+        await asyncio.wait_for(share.run(lambda: work(0.0)), 60)
 
     asyncio.run(run())
 
@@ -85,7 +86,7 @@ def test_a_piece_that_raises_ends_its_turn() -> None:
         share = LoopShare()
         with pytest.raises(ZeroDivisionError):
             await share.run(lambda: 1 // 0)
-        assert await asyncio.wait_for(share.run(lambda: 7), 5) == 7
+        assert await asyncio.wait_for(share.run(lambda: 7), 60) == 7
 
     asyncio.run(run())
 
@@ -102,6 +103,6 @@ def test_a_turn_that_took_long_is_followed_by_a_pause(work_s: float) -> None:
     took_s, waited_s = asyncio.run(wait())
     assert waited_s >= min(max(0.0, PAUSES * (took_s - FREE_S)), MAX_PAUSE_S) - 0.005
     if not work_s:
-        assert waited_s < 0.1
+        assert min(waited_s, *(asyncio.run(wait())[1] for _ in range(4))) < 0.1
     else:
         assert waited_s > 3 * work_s

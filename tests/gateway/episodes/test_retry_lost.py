@@ -45,7 +45,7 @@ def test_a_repeat_that_is_lost_too_is_told_once_more(monkeypatch: pytest.MonkeyP
 
     def read_slowly(recorded: Answered, ask: Ask, tokenizer: Tokenizer) -> Reply:
         is_reading.set()
-        may_go_on.wait(10)
+        may_go_on.wait(60)
         return read_reply(recorded, ask, tokenizer)
 
     with live(minimax(), [Message("assistant", "Hello", "t"), Message("assistant", "Other", "t")]) as gateway:
@@ -56,7 +56,7 @@ def test_a_repeat_that_is_lost_too_is_told_once_more(monkeypatch: pytest.MonkeyP
         gateway.run(lambda: setattr(request, "is_delivered", False))  # the first was lost
         monkeypatch.setattr(calls, "read_reply", read_slowly)
         connection = start(gateway, key, BODY | {"max_tokens": 100})
-        assert is_reading.wait(10)
+        assert is_reading.wait(60)
         break_off(connection)  # the loop is busy, and does not know
         may_go_on.set()
         gateway.wait_until(lambda: request.num_waiting == 0)
@@ -189,5 +189,5 @@ def test_a_waiting_client_may_leave_and_waits_a_calls_time() -> None:
         response = post(gateway, key, OPEN_END | {"user": "third"})
         assert response.status_code == 429
         assert "reserved by calls in flight" in response.json()["error"]["message"]
-        assert 0.4 < time.monotonic() - begun_s < 5
+        assert 0.4 < time.monotonic() - begun_s < 30
         assert httpx2.get(f"{gateway.url}/health").json()["num_requests"] == 0
