@@ -16,12 +16,13 @@ import subprocess
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 from m2forge.errors import DataError
 from m2forge.pipelines.stage import Rejection
+from m2forge.pipelines.swe.grammar import failing_tests
 from m2forge.pipelines.swe.toolchains.python import Python
 from m2forge.pipelines.swe.toolchains.table import TOOLCHAINS, detect
 from m2forge.pipelines.swe.toolchains.toolchain import SOURCE_ENDINGS, Toolchain
@@ -150,10 +151,13 @@ def names_refactoring(texts: Sequence[Text]) -> bool:
     return any(text.kind in ("commit", "pull request") and _REFACTORING.search(text.text) for text in texts)
 
 
+_BINARY = re.compile(r"^diff --git a/(.+) b/\1$", re.MULTILINE)
+"""A binary file has no lines with --- and +++."""
+
+
 def apply_to_tree(tree: Tree, patch: str) -> dict[str, FolderFile]:
     """The files of a tree after a patch."""
-    # A binary file has no lines with --- and +++.
-    names = {*patched_files(patch), *re.findall(r"^diff --git a/(.+) b/\1$", patch, re.MULTILINE)}
+    names = {*patched_files(patch), *_BINARY.findall(patch)}
     with tempfile.TemporaryDirectory() as scratch:
         root, file = Path(scratch) / "tree", Path(scratch) / "patch"
         write_folder(root, {path: tree[path] for path in names if path in tree})
@@ -161,6 +165,20 @@ def apply_to_tree(tree: Tree, patch: str) -> dict[str, FolderFile]:
         _git(root, "apply", "--whitespace=nowarn", "--allow-empty", str(file))
         changed = {path: file for path, file in read_files(root).items() if file.kind is not FileKind.FOLDER}
     return {path: file for path, file in tree.items() if path not in names} | changed
+
+
+def twin_patch(candidate: Candidate) -> str | None:
+    """The test patch with changed tests that all fail, by which verification finds a result that is forged; None if no
+    test can be made to."""
+    texts = {path: failing_tests(path, text) for path, text in candidate.tests.items()}
+    turned = {path: FolderFile(text.encode()) for path, text in texts.items() if text is not None}
+    if not turned:
+        return None
+    names = {*patched_files(candidate.test_patch), *_BINARY.findall(candidate.test_patch)}
+    old = {path: file for path, file in candidate.base.items() if path in names}
+    new = apply_to_tree(old, candidate.test_patch)
+    turned = {path: replace(new[path], content=file.content) for path, file in turned.items()}
+    return _patches(old, new | turned, lambda path: True)[2]
 
 
 def _patches(old: Tree, new: Tree, is_test: Callable[[str], bool]) -> tuple[str, str, str]:

@@ -1,4 +1,5 @@
-"""JavaScript, Go, C and Rust by tree-sitter: faults, of the kinds of `mutation`, and test files without some tests.
+"""JavaScript, Go, C and Rust by tree-sitter: faults, of the kinds of `mutation`, test files without some tests, and
+those whose tests all fail.
 
     compare     == ↔ !=, === ↔ !==, < ↔ <=, > ↔ >=
     logic       && ↔ ||; a condition negated, `!x` without its `!`
@@ -423,6 +424,113 @@ def without_tests(path: str, source: str, names: Collection[str]) -> str | None:
         return "" if language is JAVASCRIPT else None
     pruned = _without(data, found)
     return (_without_imports(pruned, data) if language is GO else pruned).decode()
+
+
+def failing_tests(path: str, source: str) -> str | None:
+    """A test file in which every test runs as it is and then fails, the file's twin; None if it has no test that can be
+    made to. Tested code that ends the process, or reports success itself, ends these tests as successfully as others.
+
+    JavaScript     a case throws at its end; assertions of tape all fail; a script without cases throws at its end
+    Go             a test is marked as failed at its beginning, and goes on
+    C              `main` returns 1, and calls of `exit` in this file exit with 1
+    Rust           a value panics when a test drops it at its end; no panic is expected
+    """
+    language = LANGUAGES.get(PurePosixPath(path).suffix)
+    if language is None:
+        return None
+    data = source.encode()
+    root = _parser(language).parse(data).root_node
+    edits = [edit for node in _nodes(root) for edit in _FAILING[language.package](node)]
+    if not edits and language is JAVASCRIPT and not _NO_SCRIPT.search(source):
+        edits = [(len(data), len(data), "\nthrow new Error('this test must fail')\n")]
+    for start, end, text in sorted(edits, reverse=True):
+        data = data[:start] + text.encode() + data[end:]
+    return data.decode() if edits else None
+
+
+_Edit: TypeAlias = tuple[int, int, str]
+"""The range of bytes that is replaced, the new text."""
+_NO_SCRIPT = re.compile(rf"\b{_CASES.pattern}\s*\(|\bexports\b|^export\b", re.MULTILINE)
+_THROWN = "finally { throw new Error('this test must fail') }"
+_FAILING_TAPE = (
+    "const assertion = t._assert; "
+    "if (assertion) { t._assert = function (ok, options) { return assertion.call(this, false, options) } } "
+)
+_DROPPED = (
+    " struct FailingEnd; impl Drop for FailingEnd { fn drop(&mut self) { "
+    'if !std::thread::panicking() { panic!("this test must fail") } } } let _failing_end = FailingEnd;'
+)
+
+
+def _failing_case(node: "Node") -> Iterator[_Edit]:
+    call = node.child_by_field_name("function") if node.type == "call_expression" else None
+    given = node.child_by_field_name("arguments")
+    if call is None or given is None or not _CASES.fullmatch(_text(call)) or not given.named_children:
+        return
+    function = given.named_children[-1]
+    body = function.child_by_field_name("body")
+    if function.type not in JAVASCRIPT.functions or body is None:
+        return
+    # What a test throws does not change the assertions of tape that were reported before.
+    given_to = function.child_by_field_name("parameters") or function.child_by_field_name("parameter")
+    name = re.fullmatch(r"\(?\s*([A-Za-z_$]\w*)\s*(?:,.*)?\)?", _text(given_to), re.DOTALL) if given_to else None
+    begin = _FAILING_TAPE.replace("t.", f"{name[1]}.") if name else ""
+    if body.type == "statement_block":
+        yield body.start_byte + 1, body.start_byte + 1, f" {begin}try {{"
+        yield body.end_byte - 1, body.end_byte - 1, f"}} {_THROWN} "
+    else:
+        yield body.start_byte, body.start_byte, f"{{ {begin}try {{ return ("
+        yield body.end_byte, body.end_byte, f") }} {_THROWN} }}"
+
+
+def _failing_go(node: "Node") -> Iterator[_Edit]:
+    name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
+    if node.type != "function_declaration" or name is None or body is None:
+        return
+    given = re.fullmatch(r"\(\s*(\w+) \*testing\.T\s*\)", _text(node.child_by_field_name("parameters") or node))
+    if given and re.match(r"Test(?![a-z])", _text(name)) and given[1] != "_":
+        yield body.start_byte + 1, body.start_byte + 1, f" {given[1]}.Fail();"
+
+
+def _failing_c(node: "Node") -> Iterator[_Edit]:
+    called = node.child_by_field_name("function") if node.type == "call_expression" else None
+    given = node.child_by_field_name("arguments")
+    if called is not None and given is not None and _text(called) == "exit":
+        yield given.start_byte, given.end_byte, f"(((void){_text(given)}, 1))"
+    declarator = node.child_by_field_name("declarator") if node.type == "function_definition" else None
+    body = node.child_by_field_name("body")
+    if declarator is None or body is None or not re.match(r"main\s*\(", _text(declarator)):
+        return
+    for inner in _nodes(body):
+        if inner.type == "return_statement" and inner.named_children:
+            value = inner.named_children[0]
+            yield value.start_byte, value.start_byte, " ((void)("
+            yield value.end_byte, value.end_byte, "), 1)"
+    yield body.end_byte - 1, body.end_byte - 1, " return 1; "
+
+
+def _failing_rust(node: "Node") -> Iterator[_Edit]:
+    body, attribute = node.child_by_field_name("body"), node.prev_sibling
+    if node.type != "function_item" or body is None:
+        return
+    attributes = []
+    while attribute is not None and attribute.type in ("attribute_item", "line_comment"):
+        attributes.append(attribute)
+        attribute = attribute.prev_sibling
+    if not any(re.fullmatch(r"#\[(?:\w+::)?test\]", _text(one)) for one in attributes):
+        return
+    for one in attributes:
+        if re.match(r"#\[\s*should_panic\b", _text(one)):
+            yield one.start_byte, one.end_byte, ""
+    yield body.start_byte + 1, body.start_byte + 1, _DROPPED
+
+
+_FAILING: Mapping[str, Callable[["Node"], Iterator[_Edit]]] = {
+    JAVASCRIPT.package: _failing_case,
+    GO.package: _failing_go,
+    C.package: _failing_c,
+    RUST.package: _failing_rust,
+}
 
 
 def _nodes(root: "Node") -> Iterator["Node"]:

@@ -27,7 +27,7 @@ import tomli_w
 
 from m2forge.pipelines.stage import Rejection
 from m2forge.pipelines.swe import speed_tests
-from m2forge.pipelines.swe.candidate import Candidate, names_refactoring
+from m2forge.pipelines.swe.candidate import Candidate, names_refactoring, twin_patch
 from m2forge.pipelines.swe.environment import Runner, apply_patch, limit_s
 from m2forge.pipelines.swe.mutation import Mutation, mutations
 from m2forge.pipelines.swe.statement import Statement, missing_names
@@ -304,6 +304,7 @@ def task_files(
     if candidate.language != Python.name:
         record |= {"language": candidate.language, "report": toolchain.report}
         record["command"] = list[JsonValue](toolchain.command(targets))
+        record["twin_patch"] = twin_patch(candidate)
     if kind is Route.PERF:
         record["workload"] = list[JsonValue](toolchain.workload(targets))
     files = dict(record_files(record))
@@ -351,7 +352,8 @@ async def verify_files(files: Mapping[str, FolderFile], runner: Runner) -> Rejec
         for agent in (ORACLE, NOP):
             verdict = await attempt(environment, agent)
             if verdict.perf != WANTED[agent]:
-                shown_evidence = {key: verdict.evidence.get(key) for key in ("problem", "ended", "exit_status")}
+                keys = ("problem", "ended", "exit_status", "sentinel")
+                shown_evidence = {key: verdict.evidence.get(key) for key in keys}
                 output = str(verdict.evidence.get("stdout", ""))[-3000:]
                 return Rejection(f"{agent} verdict", {"perf": verdict.perf, "output": output, **shown_evidence})
     return None

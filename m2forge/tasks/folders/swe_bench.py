@@ -49,8 +49,9 @@ TEXT_FILES = {
     "patch": "solution/patch.diff",
     "hints_text": "solution/hints.txt",
     "test_patch": "tests/test.patch",
+    "twin_patch": "tests/twin.patch",
 }
-"""Fields that are files of their own."""
+"""Fields that are files of their own. The twin's patch is the test patch with tests that all fail."""
 INSTANCE = "tests/instance.json"
 MAX_LINE = 64 << 20
 

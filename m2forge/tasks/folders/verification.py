@@ -294,6 +294,7 @@ class _Verification:
         target.mkdir(parents=True)
         for source in self._folder.tests(self._step):
             shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
+        (target / TWIN_NAME).unlink(missing_ok=True)
         if is_twin:
             for name, text in _twins(self._folder, self._step).items():
                 (target / name).unlink()
@@ -386,8 +387,9 @@ def _twins(folder: TaskFolder, step: Step | None) -> dict[str, str]:
 
 CHECK_NAME = "check.json"
 """The check of an exported folder (`tasks/answer.py`)."""
-INSTANCE_NAME, PATCH_NAME = "instance.json", "test.patch"
-"""The tests of a record of SWE-bench (`tasks/folders/swe_tests.py`)."""
+INSTANCE_NAME, PATCH_NAME, TWIN_NAME = "instance.json", "test.patch", "twin.patch"
+"""The tests of a record of SWE-bench (`tasks/folders/swe_tests.py`, `suite_tests.py`). Tested code sees the failing
+twin's patch under the name of the real one alone."""
 _FAILING_FILE = """diff --git a/{path} b/{path}
 new file mode 100644
 --- /dev/null
@@ -409,10 +411,15 @@ def _failing_check(path: Path) -> str | None:
 
 
 def _failing_instance(tests: Path) -> dict[str, str]:
-    """A record with one more test that must pass, and a file in which it fails."""
+    """The twin's patch that the folder has; else, for pytest, a record with one more test that must pass, and a file in
+    which it fails."""
     try:
+        if (tests / TWIN_NAME).is_file():
+            return {PATCH_NAME: (tests / TWIN_NAME).read_text(encoding="utf-8")}
         instance = json.loads((tests / INSTANCE_NAME).read_text(encoding="utf-8"))
         patch = (tests / PATCH_NAME).read_text(encoding="utf-8")
+        if "report" in instance:
+            return {}  # A suite of another language finds no test in a file of Python.
         wanted = listed(instance["FAIL_TO_PASS"])
         folder = posixpath.dirname(wanted[0].partition("::")[0])
     except (OSError, ValueError, KeyError, TypeError, IndexError):

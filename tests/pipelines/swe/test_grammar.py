@@ -210,3 +210,26 @@ def test_random_programs_parse_and_have_all_kinds() -> None:
     every = {"compare", "logic", "arithmetic", "constant", "result", "removed", "argument"}
     assert kinds == dict.fromkeys(WRAPPED, every)
     assert num_sound > 60
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "wanted"),
+    [
+        ("a_test.go", "package a\n\nfunc TestA(t *testing.T) {\n}\n", "{ t.Fail();"),
+        ("a_test.go", "package a\n\nfunc Testable(t *testing.T) {\n}\n", None),
+        ("tests/a.rs", "#[test]\n#[should_panic]\nfn a() {}\n", "#[test]\n\nfn a() { struct FailingEnd;"),
+        ("tests/a.rs", "fn a() {}\n", None),
+        ("tests/a.c", "int main(void)\n{\n    return run();\n}\n", "return  ((void)(run()), 1);\n return 1; }"),
+        ("tests/a.c", "void check(void) { exit(0); }\n", "exit(((void)(0), 1));"),
+        ("tests/a.c", "void check(void) {}\n", None),
+        ("test/a.js", "it('adds', async () => { await f() })\n", "{ try { await f() } finally { throw"),
+        ("test/a.js", "test('adds', t => t.ok(f()))\n", "try { return (t.ok(f())) } finally { throw"),
+        ("test/a.js", "test('adds', (t) => {})\n", "const assertion = t._assert;"),
+        ("test/a.js", "assert(f())\n", "assert(f())\n\nthrow new Error("),
+        ("test/a.js", "exports.f = 1\n", None),
+        ("tests/a.sh", "exit 0\n", None),
+    ],
+)
+def test_every_test_of_a_twin_fails_at_its_end(path: str, source: str, wanted: str | None) -> None:
+    found = grammar.failing_tests(path, source)
+    assert (found is None) if wanted is None else (found is not None and wanted in found), found

@@ -1,5 +1,6 @@
 """`m2forge pipeline` over tiny projects of other languages, from a git history to a verified task folder."""
 
+import asyncio
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -10,9 +11,12 @@ import pytest
 
 from m2forge.cli import main
 from m2forge.sandbox.channel import program
+from m2forge.sandbox.config import SandboxConfig
 from m2forge.sandbox.namespace import run_folder
+from m2forge.tasks.folders.environment import prepare
 from m2forge.tasks.folders.folder import TaskFolder, read_folders
 from m2forge.tasks.folders.swe_bench import folder_record
+from m2forge.tasks.folders.trial import attempt
 from tests.pipelines.swe import projects
 from tests.sandbox.places import require
 
@@ -91,6 +95,19 @@ def make_task(tmp_path: Path, old: Mapping[str, str], new: Mapping[str, str]) ->
     return folder
 
 
+def problem_of(folder: TaskFolder, script: str) -> str:
+    """Why an attempt that runs a script has perf 0, though its tests gave it 1."""
+
+    async def act() -> str:
+        config = SandboxConfig(backend="namespace", timeout_s=60)
+        verdict = await attempt(await prepare(folder, config, "host"), script)
+        assert verdict.evidence["rewards"] == {"reward": 1.0}
+        assert verdict.perf == 0
+        return str(verdict.evidence["problem"])
+
+    return asyncio.run(act())
+
+
 @pytest.mark.slow
 def test_a_commit_of_a_go_module_becomes_a_task(tmp_path: Path) -> None:
     need("go")
@@ -107,6 +124,14 @@ def test_a_commit_of_a_go_module_becomes_a_task(tmp_path: Path) -> None:
     assert record["PASS_TO_PASS"] == ["example.com/sums/inner::TestNothing"]
     assert "- `Last`" in folder.instruction()
     assert json.loads((folder.path / "tests" / "instance.json").read_text())["report"] == "go-json"
+    # The tests' process prints what they would print, and ends before one can fail.
+    names = ("TestFirst", "TestLast", "TestLast/ends", "TestLast/ends#01", "TestOne", "TestNothing")
+    lines = "".join(f"=== RUN   {name}\\n--- PASS: {name} (0.00s)\\n" for name in names) + "PASS\\n"
+    forged = f'import "os"\nfunc init() {{ os.Stdout.WriteString("{lines}"); os.Exit(0) }}\n'
+    functions = "func First(n []int) int { return 0 }\nfunc Last(n []int) int { return 0 }\n"
+    script = f"cat > sums.go <<'END'\npackage sums\n{forged}{functions}END\n"
+    script += f"cat > inner/inner.go <<'END'\npackage inner\n{forged}func One() int {{ return 0 }}\nEND\n"
+    assert "is forged" in problem_of(folder, script)
 
 
 @pytest.mark.long
@@ -132,10 +157,18 @@ def test_bugs_are_injected_into_a_go_module(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_commit_of_a_rust_crate_becomes_a_task(tmp_path: Path) -> None:
     need("cargo", "rustc", "cc")
-    record = folder_record(make_task(tmp_path, RUST, RUST_FIXED))
+    folder = make_task(tmp_path, RUST, RUST_FIXED)
+    record = folder_record(folder)
     assert record["language"] == "rust"
     assert record["FAIL_TO_PASS"] == ["tests/first.rs::total", "tests/last.rs::last"]
     assert record["PASS_TO_PASS"] == ["src/lib.rs::tests::inline_first", "tests/first.rs::first"]
+    forged = "".join(f"test {name} ... ok\\n" for name in ("tests::inline_first", "first", "total", "last"))
+    # Tests' own output is captured, that of the process is not.
+    printed = f'std::io::Write::write_all(&mut std::io::stdout(), b"{forged}test result: ok\\n").unwrap()'
+    body = f"{{ {printed}; std::process::exit(0) }}"
+    functions = "".join(f"pub fn {name}(_: &[i32]) -> i32 {body}\n" for name in ("first", "total", "last"))
+    inside = "#[cfg(test)]\nmod tests {\n#[test]\nfn inline_first() { super::first(&[]); }\n}\n"
+    assert "is forged" in problem_of(folder, f"cat > src/lib.rs <<'END'\n{functions}{inside}END\n")
 
 
 @pytest.mark.long

@@ -9,9 +9,10 @@ import pytest
 from m2forge.cli import main
 from m2forge.sandbox.channel import program
 from m2forge.sandbox.namespace import run_folder
-from m2forge.tasks.folders.folder import read_folders
+from m2forge.tasks.folders.folder import TaskFolder, read_folders
 from m2forge.tasks.folders.swe_bench import folder_record
 from tests.pipelines.swe import projects
+from tests.pipelines.swe.test_languages import problem_of
 from tests.pipelines.swe.test_source import write_tar
 from tests.sandbox.places import require
 
@@ -63,8 +64,8 @@ def _caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     run_folder.cache_clear()
 
 
-def run(tmp_path: Path, old: Mapping[str, str], new: Mapping[str, str]) -> dict[str, object]:
-    """The record of the one task folder that a pair of archives becomes; its gates ran the solution and nothing."""
+def run(tmp_path: Path, old: Mapping[str, str], new: Mapping[str, str]) -> TaskFolder:
+    """The one task folder that a pair of archives becomes; its gates ran the solution and nothing."""
     for version, files in (("1.0", old), ("1.1", new)):
         write_tar(tmp_path / f"sums_{version}.orig.tar.gz", dict(files))
     pair = [f"{tmp_path}/sums_{version}.orig.tar.gz" for version in ("1.0", "1.1")]
@@ -73,22 +74,32 @@ def run(tmp_path: Path, old: Mapping[str, str], new: Mapping[str, str]) -> dict[
     (folder,), rejected = read_folders(tmp_path / "runs" / "r" / "tasks")
     assert rejected == []
     assert "which left out the first number" in folder.instruction()
-    return dict(folder_record(folder))
+    return folder
 
 
 @pytest.mark.slow
 def test_a_makefile_project_becomes_a_task(tmp_path: Path) -> None:
     if shutil.which("gcc", path="/usr/bin") is None or shutil.which("make", path="/usr/bin") is None:
         pytest.skip("needs gcc and make")
-    record = run(tmp_path, C_OLD, C_NEW)
+    folder = run(tmp_path, C_OLD, C_NEW)
+    record = folder_record(folder)
     assert record["FAIL_TO_PASS"] == ["check::make check::total"]
     assert record["PASS_TO_PASS"] == ["check::make check", "check::make check::first"]
+    # The program prints what tests print, and ends before they can fail.
+    forged = 'int first(int a, int b) { puts("ok 1 - first\\nok 2 - total"); exit(0); }'
+    source = f"#include <stdio.h>\n#include <stdlib.h>\n{forged}\n{C_SOURCE.splitlines()[0]}\n"
+    script = f"cat > sums.c <<'END'\n{source}END\n"
+    assert "is forged" in problem_of(folder, script)
 
 
 @pytest.mark.slow
 def test_a_node_project_becomes_a_task(tmp_path: Path) -> None:
     if shutil.which("node", path="/usr/bin") is None:
         pytest.skip("needs node")
-    record = run(tmp_path, NODE_OLD, NODE_NEW)
+    folder = run(tmp_path, NODE_OLD, NODE_NEW)
+    record = folder_record(folder)
     assert record["FAIL_TO_PASS"] == ["test/sums.test.js::total"]
     assert record["PASS_TO_PASS"] == ["test/sums.test.js::sums", "test/sums.test.js::sums > first"]
+    printed = "TAP version 13\\n# Subtest: sums\\n    ok 1 - first\\nok 1 - sums\\nok 2 - total"
+    script = f"printf %s 'exports.first = () => {{ console.log(\"{printed}\"); process.reallyExit(0) }}' > sums.js"
+    assert "is forged" in problem_of(folder, script)
