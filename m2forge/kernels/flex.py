@@ -56,6 +56,29 @@ def tree_mask(exit_N: Tensor, position_N: Tensor, size: int | None, num_sinks: i
     return _mask(some, full, _tree_test(exit_N, position_N, size, num_sinks), exit_N.shape[0])
 
 
+def path_mask(exit_N: Tensor, position_N: Tensor, num_above: int, size: int | None, num_sinks: int) -> BlockMask:
+    """The mask of path_attention.py: keys are `num_above` tokens of a path, then the queries' own."""
+    num_queries, device = exit_N.shape[0], exit_N.device
+    num_keys = num_above + num_queries
+    # The first query that sees each key, and the one after the last, both counted from the first query.
+    first_M = torch.arange(num_keys, device=device) - num_above
+    exit_M = torch.cat((exit_N.new_full((num_above,), num_queries), exit_N))
+    position_M = torch.cat((torch.arange(num_above, device=device), position_N))
+    q_first = torch.arange(0, num_queries, BLOCK, device=device)[:, None]
+    q_last = (q_first + BLOCK - 1).clamp(max=num_queries - 1)
+    (least_first, most_first), (least_exit, most_exit) = _range(first_M), _range(exit_M)
+    some = (least_first <= q_last) & (most_exit > q_first)
+    full = (most_first <= q_first) & (least_exit > q_last)
+    # A partial last block needs the per-token mask.
+    full &= torch.arange(BLOCK, num_keys + BLOCK, BLOCK, device=device) <= num_keys
+    if size is not None:
+        (least_q, most_q), (least_k, most_k) = _range(position_N), _range(position_M)
+        some &= (least_q[:, None] - most_k < size) | (least_k < num_sinks)
+        full &= (most_q[:, None] - least_k < size) | (most_k < num_sinks)
+    test = _path_test(first_M, exit_M, position_N, position_M, size, num_sinks)
+    return _mask(some, full, test, num_queries, num_keys)
+
+
 def _range(x_N: Tensor) -> tuple[Tensor, Tensor]:
     """Minimum and maximum of each block."""
     filled = torch.cat((x_N, x_N[-1:].expand(-x_N.shape[0] % BLOCK)))  # repeating the last value changes neither
@@ -66,13 +89,15 @@ def _range(x_N: Tensor) -> tuple[Tensor, Tensor]:
 TokenTest = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def _mask(some_BB: Tensor, full_BB: Tensor, test: TokenTest, num_tokens: int) -> BlockMask:
+def _mask(
+    some_BB: Tensor, full_BB: Tensor, test: TokenTest, num_queries: int, num_keys: int | None = None
+) -> BlockMask:
     return BlockMask.from_kv_blocks(
         *_blocks(some_BB & ~full_BB),
         *_blocks(full_BB),
         BLOCK_SIZE=BLOCK,
         mask_mod=test,
-        seq_lengths=(num_tokens, num_tokens),
+        seq_lengths=(num_queries, num_queries if num_keys is None else num_keys),
     )
 
 
@@ -112,6 +137,22 @@ def _tree_test(exit_N: Tensor, position_N: Tensor, size: int | None, num_sinks: 
     return in_window
 
 
+def _path_test(
+    first_M: Tensor, exit_M: Tensor, position_N: Tensor, position_M: Tensor, size: int | None, num_sinks: int
+) -> TokenTest:
+    def below(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (first_M[k] <= q) & (q < exit_M[k])
+
+    if size is None:
+        return below
+    size_1, sinks_1 = exit_M.new_tensor(size), exit_M.new_tensor(num_sinks)
+
+    def in_window(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return below(batch, head, q, k) & ((position_N[q] - position_M[k] < size_1) | (position_M[k] < sinks_1))
+
+    return in_window
+
+
 @functools.cache
 def _compiled() -> Callable[..., Tensor]:
     compiled: Callable[..., Tensor] = torch.compile(flex_attention)
@@ -132,3 +173,9 @@ def eager_tree_attention(q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, layout: Tr
     if problem is not None and q_NHK.dtype != torch.float64:
         warn_once(_log, problem)
     return tree_attention_plain(q_NHK, k_NGK, v_NGK, layout)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def run_eagerly(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """Runs `function` outside the graph of a compiled caller."""
+    return function(*args)

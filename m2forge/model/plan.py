@@ -6,6 +6,7 @@ and each token's predecessor (`to_parent`). The same blocks serve every plan.
     CausalRows   B rows of equal length, each causal; trailing padding needs no mask
     Documents    packed documents in one flat sequence, each causal and isolated from the others
     Trees        token trees, each token attends to its ancestors
+    PathPlan     part of a tree, over the path above it (model/path.py)
 
 Shapes: N tokens, H query heads, G key/value heads, K head dimension, V nodes of a tree.
 """
@@ -13,7 +14,7 @@ Shapes: N tokens, H query heads, G key/value heads, K head dimension, V nodes of
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,19 @@ class Attend(Protocol):
     """Attention with a fixed mask."""
 
     def __call__(self, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class LayeredAttend(Protocol):
+    """Attention that differs by layer, because it holds keys and values of each."""
+
+    def at_layer(self, layer: int) -> Attend:
+        """`layer`: the main model's layers come first, then the MTP modules."""
+        ...
+
+
+def at_layer(attend: Attend, layer: int) -> Attend:
+    return attend.at_layer(layer) if isinstance(attend, LayeredAttend) else attend
 
 
 class AttentionPlan(Protocol):

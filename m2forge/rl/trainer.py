@@ -136,6 +136,7 @@ class Trainer:
             policy=config.policy,
             offload=config.train.machine.offload,
             router_bias=config.train.router_bias,
+            walk=config.train.machine.walk_config,
         )
         if newest is not None:
             restore(self.engine, newest)

@@ -205,6 +205,18 @@ class MeshConfig(Config):
         return self.replicate, self.shard
 
 
+class WalkConfig(Config):
+    """`recompute = "walk"`: a pack is cut into segments, which run one at a time, depth-first. Memory for activations
+    follows the segment, not the pack: for paths too long for `block`. All fields are ours."""
+
+    segment_tokens: Count = 8192
+    """Tokens of the longest segment. Small subtrees side by side share one."""
+    recompute: Literal["none", "block"] = "none"
+    """Activation checkpointing inside a segment."""
+    stack: Literal["device", "host"] = "device"
+    """Memory for the keys and values of the path above a segment, and for their gradients."""
+
+
 class MachineConfig(Config):
     renamed_keys: ClassVar[Mapping[str, str]] = {"parallel": "mesh"}
     renamed_values: ClassVar[Mapping[str, Mapping[str, TomlValue]]] = {
@@ -217,8 +229,11 @@ class MachineConfig(Config):
     weights."""
     compile_blocks: Literal["auto", "always", "never"] = "auto"
     """Whether to torch.compile the blocks; auto: on CUDA."""
-    recompute: Literal["none", "block"] = "none"
-    """Activation checkpointing; block: recompute activations in the backward pass to save memory."""
+    recompute: Literal["none", "block", "walk"] = "none"
+    """Activation checkpointing. block: recompute each block in the backward pass to save memory. walk: keep only keys
+    and values, and recompute a long path or tree segment by segment."""
+    walk: WalkConfig | None = None
+    """How to walk; None: with the defaults."""
     mesh: MeshConfig = MeshConfig()
     offload: Literal["none", "host"] = "none"
     """host: keep the optimizer's master weights and moments in host memory, to save device memory."""
@@ -231,7 +246,16 @@ class MachineConfig(Config):
     def _check(self) -> Self:
         if self.mesh.is_sharded and self.compile_blocks == "always":
             raise ValueError('mesh.shard runs blocks uncompiled; set compile_blocks to "auto" or "never"')
+        if self.walk is not None and self.recompute != "walk":
+            raise ValueError(f'walk: recompute is "{self.recompute}"; set recompute = "walk" or leave [walk] out')
+        if self.recompute == "walk" and self.mesh.is_sharded:
+            raise ValueError('recompute = "walk" does not run with mesh.shard above 1; use replicate alone')
         return self
+
+    @property
+    def walk_config(self) -> WalkConfig | None:
+        """How to walk; None: whole packs run at once."""
+        return (self.walk or WalkConfig()) if self.recompute == "walk" else None
 
 
 class TrainConfig(Config):

@@ -47,6 +47,8 @@ import torch
 from torch import Tensor
 
 from m2forge.kernels.arithmetic import at_least_float32
+from m2forge.model.path import PathPlan
+from m2forge.model.plan import AttentionPlan
 from m2forge.model.transformer import Output, Transformer, aux_loss, max_violation
 from m2forge.records import FloatArray, Pack
 from m2forge.train.batch import (
@@ -62,12 +64,13 @@ from m2forge.train.batch import (
     refuse_untrainable,
     replayable,
 )
-from m2forge.train.config import MTPLoss, OptimizerConfig, PolicyConfig, RouterBias
+from m2forge.train.config import MTPLoss, OptimizerConfig, PolicyConfig, RouterBias, WalkConfig
 from m2forge.train.loss.next_token import draft_agreement, next_token_loss
 from m2forge.train.loss.policy import policy_loss
 from m2forge.train.optimizer import Norms, Optimizer
 from m2forge.train.parallel import SINGLE_RANK, Ranks
 from m2forge.train.step_metrics import PolicySums, RowSums, StepCounts, TokenLogprobs
+from m2forge.train.walk import MicroBatches, RowSegments, TreeSegments, TreeWalk, Walk, WholePack
 from m2forge.tree.build import Problem
 from m2forge.tree.flat import FlatTree
 from m2forge.tree.pack import pack_trees
@@ -126,14 +129,14 @@ _PackT = TypeVar("_PackT")
 
 @dataclass(frozen=True)
 class _StepTotals:
-    """What the backward pass of one pack needs to know about all packs of its step."""
+    """What the backward pass of one batch needs to know about all batches of its step."""
 
-    num_packs: int
-    """Packs of each rank, blank ones included."""
+    num_batches: int
+    """Batches of this rank, blank ones included."""
     num_tokens: float
     """Input tokens of all ranks, each counted as often as samples contain it."""
     load_LE: Tensor | None = None
-    """Expert loads of all packs and ranks, for the balance loss; None: the only pack's own loads are all."""
+    """Expert loads of all batches and ranks, for the balance loss; None: the only batch's own loads are all."""
 
 
 class TrainEngine:
@@ -146,8 +149,10 @@ class TrainEngine:
         policy: PolicyConfig | None = None,
         offload: Literal["none", "host"] = "none",
         router_bias: RouterBias = "frozen",
+        walk: WalkConfig | None = None,
     ) -> None:
-        self.model, self.ranks, self.router_bias = model, ranks, router_bias
+        """`walk`: run packs segment by segment."""
+        self.model, self.ranks, self.router_bias, self.walk = model, ranks, router_bias, walk
         self.optimizer = Optimizer(model, config, ranks, offload)
         self.tag_names = tuple(tag_names)
         """Names that `Pack.tags` index into, for metrics."""
@@ -181,15 +186,14 @@ class TrainEngine:
             sum(num_targets(pack) for pack in packs), sum(pack.tokens.size for pack in packs)
         )
         sums = RowSums(self.tag_names, len(self.model.mtp), self.device)
-        make = partial(self._row_batch, length=pack_tokens if self.pads else None)
-        micro_batches = self._begin(packs)
-        loads = (self.model(batch.tokens_N, batch.plan).load_LE for batch in map(make, micro_batches))
-        totals = self._step_totals(len(micro_batches), num_tokens, loads)
+        to_run = [self._row_batches(pack, pack_tokens) for pack in self._begin(packs)]
+        totals = self._step_totals(to_run, num_tokens)
+        most_edges = 0
 
-        def train(pack: Pack | None) -> Tensor | None:
-            """Run one pack forward and backward; its output is freed when this returns, before the next pack starts."""
-            batch = make(pack)
-            output: Output = self.model(batch.tokens_N, batch.plan)
+        def train(batch: Batch) -> Tensor | None:
+            """Run one batch forward and backward; its output is freed when this returns, before the next one starts."""
+            nonlocal most_edges
+            output = self._run_rows(batch)
             found = next_token_loss(
                 self.model,
                 output,
@@ -200,12 +204,14 @@ class TrainEngine:
                 mtp_top_k=mtp_top_k,
             )
             sums.add(batch, found)
-            if measure_agreement and sums.num_packs == len(packs):
-                sums.agreement = draft_agreement(self.model, output, batch)
-            self._backward(found.total, output, totals)
+            num_here, is_last = batch.position_M.shape[0], sums.num_packs == len(packs)
+            if measure_agreement and (is_last if self.walk is None else num_here > most_edges):
+                # Of a walk, the batch with the most edges: the last one may have none.
+                sums.agreement, most_edges = draft_agreement(self.model, output, batch), num_here
+            self._backward(found.total, output, batch.plan, totals)
             return output.load_LE
 
-        load_LE = self._sum_loads(train(pack) for pack in micro_batches)
+        load_LE = self._sum_loads(train(batch) for micro in to_run for batch in micro.batches())
         norms = self._update(load_LE, lr)
         return PendingMetrics(sums.figures(num_edges, self.ranks) | _shared_figures(norms, load_LE))
 
@@ -230,7 +236,7 @@ class TrainEngine:
         for group in _groups(packs, self.ranks.num_ranks):
             # All ranks run a forward pass per group, because a sharded model communicates in it.
             batch = self._row_batch(group[self.ranks.rank] if self.ranks.rank < len(group) else None, length)
-            output: Output = self.model(batch.tokens_N, batch.plan)
+            output = self._run_rows(batch)
             found = next_token_loss(
                 self.model, output, batch, num_edges=1.0, mtp_weight=0.0, mtp_loss=mtp_loss, mtp_top_k=mtp_top_k
             )
@@ -244,6 +250,17 @@ class TrainEngine:
         columns = self.ranks.sum(torch.stack(sums_PW)).T.tolist()
         total_W = torch.tensor([math.fsum(column) for column in columns], dtype=torch.float64)
         return PendingMetrics(blank.figures_of(total_W)).read()
+
+    def _row_batches(self, pack: Pack | None, pack_tokens: int | None) -> MicroBatches[Batch]:
+        walk, length = self.walk, pack_tokens if self.pads else None
+        if walk is None or pack is None:
+            return WholePack(partial(self._row_batch, pack, length), self._run_rows)
+        length = None if length is None else min(length, walk.segment_tokens)
+        return Walk(RowSegments(pack, self.device, walk.segment_tokens, length), self._run_rows, walk)
+
+    def _run_rows(self, batch: Batch) -> Output:
+        output: Output = self.model(batch.tokens_N, batch.plan)
+        return output
 
     def _row_batch(self, pack: Pack | None, length: int | None) -> Batch:
         return blank_batch(self.device) if pack is None else make_batch(pack, self.device, length)
@@ -268,20 +285,24 @@ class TrainEngine:
         if not counts.num_edges:
             return StepReport({}, _token_figures(counts), problems, TokenLogprobs((), (), ()))
         sums = PolicySums(self.policy, self._num_drafts(), self.device, version)
-        micro_batches = self._begin(packs)
-        loads = (self._run_trees(self._tree_batch(pack, counts.weight)).load_LE for pack in micro_batches)
-        totals = self._step_totals(len(micro_batches), counts.num_input_tokens, loads)
+        to_run = [self._tree_batches(pack, counts.weight) for pack in self._begin(packs)]
+        totals = self._step_totals(to_run, counts.num_input_tokens)
 
-        def train(pack: FlatTree | None) -> Tensor | None:
-            """Run one pack forward and backward; its output is freed when this returns, before the next pack starts."""
-            batch = self._tree_batch(pack, counts.weight)
+        def train(batch: TreeBatch) -> Tensor | None:
+            """Run one batch forward and backward; its output is freed when this returns, before the next one starts."""
             output = self._run_trees(batch)
             found = policy_loss(self.model, output, batch, self.policy)
             sums.add(batch, found)
-            self._backward(found.total, output, totals)
+            self._backward(found.total, output, batch.plan, totals)
             return output.load_LE
 
-        load_LE = self._sum_loads(train(pack) for pack in micro_batches)
+        def train_pack(micro: MicroBatches[TreeBatch]) -> Iterator[Tensor | None]:
+            num_before = len(sums.logp)
+            yield from map(train, micro.batches())
+            if isinstance(micro, TreeWalk):
+                sums.logp[num_before:] = [micro.in_pack_order(sums.logp[num_before:])]
+
+        load_LE = self._sum_loads(load_LE for micro in to_run for load_LE in train_pack(micro))
         norms = self._update(load_LE, lr)
         logprobs = TokenLogprobs(trainable, packs, sums.logp)
         figures = sums.figures(counts, self.ranks) | _shared_figures(norms, load_LE)
@@ -299,17 +320,25 @@ class TrainEngine:
     def _num_drafts(self) -> int:
         return len(self.model.mtp) if self.policy.mtp_weight else 0
 
+    def _tree_batches(self, pack: FlatTree | None, total_weight: float) -> MicroBatches[TreeBatch]:
+        make = partial(self._tree_batch, total_weight=total_weight)
+        if self.walk is None or pack is None:
+            return WholePack(partial(make, pack), self._run_trees)
+        return TreeWalk(TreeSegments(pack, make, self.walk.segment_tokens), self._run_trees, self.walk)
+
     def _tree_batch(self, pack: FlatTree | None, total_weight: float) -> TreeBatch:
         if pack is None:
             return blank_tree_batch(self.device, self._precision)
-        bucket = self.policy.bucket_tokens
+        bucket, most = self.policy.bucket_tokens, self.policy.pack_tokens
+        if self.walk is not None:
+            most = min(most, self.walk.segment_tokens)
         return make_tree_batch(
             pack,
             self.device,
             self.policy,
             total_weight=total_weight,
             dtype=self._precision,
-            length=bucket_length(pack.num_tokens, bucket, self.policy.pack_tokens) if self.pads else None,
+            length=bucket_length(pack.num_tokens, bucket, most) if self.pads else None,
         )
 
     def _run_trees(self, batch: TreeBatch) -> Output:
@@ -336,24 +365,28 @@ class TrainEngine:
         self.model.freeze_learnt_biases(self.router_bias == "frozen")
         return [*packs, *[None] * (self.ranks.max_int(len(packs)) - len(packs))]
 
-    def _step_totals(self, num_packs: int, num_tokens: float, loads: Iterator[Tensor | None]) -> _StepTotals:
-        """`loads`: runs the packs forward, one by one, as it is read; read only if the balance loss needs the loads of
-        several packs."""
-        moe = self.model.config.moe
-        if moe is None or moe.aux_loss_weight == 0 or (num_packs == 1 and self.ranks.num_ranks == 1):
-            return _StepTotals(num_packs, num_tokens)
+    def _step_totals(
+        self, to_run: Sequence[MicroBatches[Batch]] | Sequence[MicroBatches[TreeBatch]], num_tokens: float
+    ) -> _StepTotals:
+        """Runs all packs forward first if the balance loss needs the loads of several batches."""
+        moe, num_batches = self.model.config.moe, sum(micro.num_batches for micro in to_run)
+        if moe is None or moe.aux_loss_weight == 0 or (num_batches == 1 and self.ranks.num_ranks == 1):
+            return _StepTotals(num_batches, num_tokens)
         with torch.no_grad():
-            return _StepTotals(num_packs, num_tokens, self._sum_loads(loads))
+            loads = (load_LE for micro in to_run for load_LE in micro.loads())
+            return _StepTotals(num_batches, num_tokens, self._sum_loads(loads))
 
-    def _backward(self, loss: Tensor, output: Output, totals: _StepTotals) -> None:
-        """Accumulate the gradients of one pack: those of its share of the loss and of the balance loss."""
+    def _backward(self, loss: Tensor, output: Output, plan: AttentionPlan, totals: _StepTotals) -> None:
+        """Accumulate the gradients of one batch: those of its share of the loss and of the balance loss, and in a walk
+        those that the segments below it have found."""
         moe, local_LE = self.model.config.moe, output.load_LE
         if moe is not None and local_LE is not None and output.affinity_LE is not None:
             load_LE = local_LE if totals.load_LE is None else totals.load_LE
             loss = loss + moe.aux_loss_weight * aux_loss(load_LE, output.affinity_LE, int(totals.num_tokens))
+        states, grads = plan.roots() if isinstance(plan, PathPlan) else ([], [])
         if loss.requires_grad:
-            loss.backward()
-        if totals.num_packs > 1:
+            torch.autograd.backward([loss, *states], [None, *grads])
+        if totals.num_batches > 1:
             self.optimizer.collect()
 
     def _sum_loads(self, loads: Iterable[Tensor | None]) -> Tensor | None:

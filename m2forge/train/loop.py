@@ -233,7 +233,12 @@ class TrainLoop:
             if config.machine.mesh.is_sharded:
                 shard_model(model, config.machine.mesh, ranks)
         self.engine = TrainEngine(
-            model, config.optimizer, ranks=ranks, offload=config.machine.offload, router_bias=config.router_bias
+            model,
+            config.optimizer,
+            ranks=ranks,
+            offload=config.machine.offload,
+            router_bias=config.router_bias,
+            walk=config.machine.walk_config,
         )
         if newest is not None:
             restore(self.engine, newest)

@@ -70,7 +70,8 @@ def machine_ranks(config: MachineConfig) -> Iterator[Ranks]:
 
 
 def set_up_model(model: Transformer, config: MachineConfig, device: torch.device) -> None:
-    model.recompute = config.recompute
+    walk = config.walk_config
+    model.recompute = "block" if "block" in (config.recompute, walk and walk.recompute) else "none"
     by_default = device.type == "cuda" and not config.mesh.is_sharded
     if config.compile_blocks == "always" or (config.compile_blocks == "auto" and by_default):
         model.compile_blocks()
