@@ -59,6 +59,7 @@ def wide_tree(num_leaves: int, num_prompt: int = 12) -> TokenTree:
 # -- the same step -----------------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=1000 if LONG else 6)
 @given(
     trees=forests(),
     segment_tokens=st.integers(1, 14),
@@ -84,8 +85,9 @@ def test_a_walk_over_trees_is_the_step_over_whole_packs(
     assert_walk_equals(model, step, walk, policy)
 
 
+@settings(max_examples=1000 if LONG else 6)
 @given(
-    lengths=st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=4), min_size=1, max_size=3),
+    lengths=st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=3), min_size=1, max_size=2),
     segment_tokens=st.integers(1, 14),
     aux_loss_weight=st.sampled_from((0.0, 0.5)),
     seed=st.integers(0, 2**16),
@@ -147,9 +149,10 @@ LOADS = Walk.loads
 
 @pytest.mark.parametrize("mistake", planted(pytest.MonkeyPatch()))
 def test_a_planted_mistake_fails(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, step = small_model(moe=MOE | {"aux_loss_weight": 0.5}), over_trees([wide_tree(7), wide_tree(3, 20)])
+    model, step = small_model(moe=MOE | {"aux_loss_weight": 0.5}), over_trees([wide_tree(3), wide_tree(2, 16)])
     walk = WalkConfig(segment_tokens=5)
-    assert_walk_equals(model, step, walk, POLICY)
+    if mistake == "no boundary states":
+        assert_walk_equals(model, step, walk, POLICY)
     planted(monkeypatch)[mistake]()
     with pytest.raises(AssertionError):
         assert_walk_equals(model, step, walk, POLICY)
@@ -261,20 +264,20 @@ def work_of(trees: list[TokenTree], walk: WalkConfig | None, aux_loss_weight: fl
 def test_activations_do_not_grow_with_leaves_or_length() -> None:
     walk = WalkConfig(segment_tokens=12)
     few, many, longer = (
-        work_of([wide_tree(*shape)], walk, 0.0)["most_bytes"] for shape in ((25, 48), (100, 48), (25, 120))
+        work_of([wide_tree(*shape)], walk, 0.0)["most_bytes"] for shape in ((10, 48), (50, 48), (10, 120))
     )
     # Other leaves fill segments differently.
     assert many <= 1.01 * few
     # Only what attention saves for its keys grows with the path: the stack's own memory, and here the mask.
     assert longer <= 1.7 * few
-    at_once = work_of([wide_tree(100, 48)], None, 0.0)["most_bytes"]
-    assert at_once > 10 * many
+    at_once = work_of([wide_tree(50, 48)], None, 0.0)["most_bytes"]
+    assert at_once > 6 * many
 
 
-@pytest.mark.parametrize("num_leaves", [1, 10, 100])
+@pytest.mark.parametrize("num_leaves", [1, 25])
 def test_no_token_is_computed_more_than_twice(num_leaves: int) -> None:
     trees = [wide_tree(num_leaves, 30)]
-    walk = WalkConfig(segment_tokens=6)
+    walk = WalkConfig(segment_tokens=10)
     num_tokens = trees[0].num_tokens
     # The balance loss needs all loads first; without it, leaves run on the way back only.
     assert work_of(trees, walk, 0.5)["tokens"] == 2 * num_tokens
