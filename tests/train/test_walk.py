@@ -185,7 +185,7 @@ def test_a_walk_trains_whatever_is_trainable(part: str, tmp_path: Path) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.requires_grad:
-                    parameter += 0.1
+                    parameter.add_(0.1)
     if part == "modules":
         model.freeze_main()
     optimizer = OptimizerConfig(kind="muon" if part == "muon" else "adamw", eps=1e-2)
