@@ -2,7 +2,7 @@
 
     old tree ──▶ base (one git commit, always the same hash)
     new tree ──▶ patch        changes of all files but tests: the golden patch
-             └─▶ test_patch   changes of test files: hidden from agents
+             └─▶ test_patch   changes of test files and of build files for tests alone: hidden from agents
 
 Generated metadata (PKG-INFO, *.egg-info) is no part of a tree. A candidate needs a permissive licence by every source
 that names one. It changes both source and tests, or in Python tests alone, or source alone if its commit or pull
@@ -113,7 +113,10 @@ def make_candidate(
         return Rejection(
             f"{missing} unchanged", {"changed": list[JsonValue](changed[:20]), "num_changed": len(changed)}
         )
-    commit, patch, test_patch = _patches(old.tree, new.tree, toolchain.is_test)
+    build_files = toolchain.test_build_files(old.tree, new.tree)
+    commit, patch, test_patch = _patches(
+        old.tree, new.tree, lambda path: toolchain.is_test(path) or path in build_files
+    )
     targets = toolchain.targets(new.tree)
     if not targets:
         return Rejection("no test file", {"changed_tests": list[JsonValue](tests[:20])})

@@ -27,7 +27,7 @@ import tomli_w
 
 from m2forge.pipelines.stage import Rejection
 from m2forge.pipelines.swe import speed_tests
-from m2forge.pipelines.swe.candidate import Candidate, names_refactoring, twin_patch
+from m2forge.pipelines.swe.candidate import Candidate, apply_to_tree, names_refactoring, twin_patch
 from m2forge.pipelines.swe.environment import Runner, apply_patch, limit_s
 from m2forge.pipelines.swe.mutation import Mutation, mutations
 from m2forge.pipelines.swe.statement import Statement, missing_names
@@ -88,17 +88,22 @@ async def observe(
         if run.problem is not None and not (run in before and not run.tests and run.messages):
             return Rejection("unfinished", {"problem": run.problem, "output": run.output[-3000:]})
     found = compare(before, after, allows_no_change=routed_without_change(candidate) is not None)
-    return found if isinstance(found, Rejection) else _hidden_alone(candidate, found)
+    return found if isinstance(found, Rejection) else hidden_alone(candidate, found)
 
 
-def _hidden_alone(candidate: Candidate, observation: Observation) -> Observation | Rejection:
-    """Without F2P that stand in no test file: the golden patch brings those, and no other patch would."""
+def hidden_alone(candidate: Candidate, observation: Observation) -> Observation | Rejection:
+    """Without F2P that stand in no test file, or in one that no build file knows before the golden patch: that patch
+    brings them, and no other patch would."""
     toolchain = candidate.toolchain
-    texts = {path: file.content.decode(errors="replace") for path, file in candidate.base.items()}
-    tests = {path: text for path, text in texts.items() if toolchain.is_test(path)} | dict(candidate.tests)
-    kept = tuple(id for id in observation.fail_to_pass if toolchain.locate(id, tests) is not None)
+    tree = apply_to_tree(candidate.base, candidate.test_patch)
+    tests = {path: file.content.decode(errors="replace") for path, file in tree.items() if toolchain.is_test(path)}
+    kept = tuple(
+        id
+        for id in observation.fail_to_pass
+        if (place := toolchain.locate(id, tests)) is not None and toolchain.is_built(place[0], tree)
+    )
     if observation.fail_to_pass and not kept:
-        evidence: dict[str, JsonValue] = {"in_source": list[JsonValue](observation.fail_to_pass[:20])}
+        evidence: dict[str, JsonValue] = {"by_golden_patch": list[JsonValue](observation.fail_to_pass[:20])}
         return Rejection("no F2P", evidence)
     return replace(observation, fail_to_pass=kept)
 

@@ -2,8 +2,13 @@
 
 All tests of a project are one target, since its build files list them. A program that a build file outside of the tests
 lists is not found by `locate` unless a test file has its name.
+
+A build file whose changed lines all speak of tests belongs to the tests, so that the base is judged with them: a test
+that only the golden patch lists would fail before it whatever the source does. Where the same file changes for the
+source too, it stays in the golden patch, and the tests that it alone lists are not hidden tests.
 """
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -20,6 +25,8 @@ _BUILD_FILES = ("CMakeLists.txt", "configure.ac", "configure.in", "Makefile")
 _LISTS_TESTS = re.compile(
     r"\badd_test\b|enable_testing|^\s*(?:TESTS|check_PROGRAMS)\s*\+?=|^(?:check|test)\s*:", re.MULTILINE
 )
+_GLOBS = re.compile(r"\bGLOB|\$\(wildcard ", re.IGNORECASE)
+"""A build file that takes all files of a folder."""
 _DOCKERFILE = """FROM {base}
 COPY suite /opt/suite
 RUN mkdir -p {cache} && chown {user}:{user} {cache}
@@ -42,9 +49,32 @@ class C(Toolchain):
     def is_source(self, path: str) -> bool:
         return path.endswith((".c", ".h")) and super().is_source(path)
 
+    def test_build_files(self, old: Tree, new: Tree) -> frozenset[str]:
+        stems = {PurePosixPath(path).stem for path in new if path.endswith(".c") and self.is_test(path)}
+        named = "|".join(re.escape(stem) for stem in sorted(stems)) or r"(?!)"
+        tests = re.compile(
+            rf"TESTS|check_|CTest|testing|(?:^|[\W_])tests?(?:$|[\W_])|\b(?:{named})(?:_[A-Z]+)?\b", re.I
+        )
+        found = (path for path in new if _is_build_file(path) and not self.is_test(path) and path in old)
+        return frozenset(
+            path
+            for path in found
+            if old[path] != new[path]
+            and all(tests.search(line) for line in _changed_lines(_text(old, path), _text(new, path)))
+        )
+
+    def is_built(self, path: str, tree: Tree) -> bool:
+        if not path.endswith(".c"):
+            return True
+        named = re.compile(rf"\b{re.escape(PurePosixPath(path).stem)}(?:_[A-Z]+)?\b")
+        lists = [one for one in tree if _is_build_file(one) or (self.is_test(one) and one != path)]
+        return any(named.search(_text(tree, one)) for one in lists) or any(
+            _GLOBS.search(_text(tree, one)) for one in lists if _is_build_file(one)
+        )
+
     def targets(self, tree: Tree) -> tuple[str, ...]:
         lists = (path for path in tree if PurePosixPath(path).name in (*_BUILD_FILES, "Makefile.am"))
-        has_tests = any(_LISTS_TESTS.search(tree[path].content.decode(errors="replace")) for path in lists)
+        has_tests = any(_LISTS_TESTS.search(_text(tree, path)) for path in lists)
         return (c_suite.TARGET,) if has_tests else ()
 
     def files(self, package: str, release: Release, environment: Environment) -> dict[str, FolderFile]:
@@ -67,6 +97,24 @@ class C(Toolchain):
         named = [path for path in tests if PurePosixPath(path).stem in stems]
         found = [path for path in tests if re.search(rf"\b{re.escape(function)}\b", tests[path])]
         return ((named or found)[0], function) if named or found else None
+
+
+def _is_build_file(path: str) -> bool:
+    name = PurePosixPath(path).name
+    return name in (*_BUILD_FILES, "Makefile.am") or name.endswith((".cmake", ".mk"))
+
+
+def _text(tree: Tree, path: str) -> str:
+    return tree[path].content.decode(errors="replace")
+
+
+def _changed_lines(old: str, new: str) -> list[str]:
+    """Lines that only one of two texts has, without comments, closing words and a backslash at the end."""
+    lines = [line for line in difflib.ndiff(old.splitlines(), new.splitlines()) if line.startswith(("+ ", "- "))]
+    plain = (line[2:].partition("#")[0].strip().rstrip("\\").strip() for line in lines)
+    return [
+        line for line in plain if re.search(r"\w", line) and not re.fullmatch(r"(?i)endif\(.*\)|endforeach\(.*\)", line)
+    ]
 
 
 def without_generated(tree: Tree) -> dict[str, FolderFile]:

@@ -93,6 +93,14 @@ class Toolchain(ABC):
         is_document = path.startswith(("docs/", "doc/"))
         return PurePosixPath(path).suffix in SOURCE_ENDINGS and not self.is_test(path) and not is_document
 
+    def test_build_files(self, old: Tree, new: Tree) -> frozenset[str]:
+        """Build files that change for tests alone, and so belong to the tests."""
+        return frozenset()
+
+    def is_built(self, path: str, tree: Tree) -> bool:
+        """Whether the build files of a tree know a test file."""
+        return True
+
     @abstractmethod
     def targets(self, tree: Tree) -> tuple[str, ...]:
         """All that the command can be given; empty for a tree without tests."""

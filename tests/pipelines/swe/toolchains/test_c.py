@@ -10,11 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from m2forge.pipelines.stage import Rejection
+from m2forge.pipelines.swe.candidate import Candidate, make_candidate
+from m2forge.pipelines.swe.task import Observation, hidden_alone
 from m2forge.pipelines.swe.toolchains import c_suite
 from m2forge.pipelines.swe.toolchains.c import C, without_generated
 from m2forge.pipelines.swe.toolchains.table import detect
 from m2forge.tasks.folders.folder import FolderFile
 from m2forge.tasks.folders.suite_tests import parse
+from m2forge.tasks.folders.swe_tests import patched_files
+from tests.pipelines.swe import projects
 
 CMAKE = """cmake_minimum_required(VERSION 3.10)
 project(sums C)
@@ -118,3 +123,44 @@ def test_assertions_of_tape_belong_to_the_test_above_them() -> None:
     line = {"target": "test/a.js", "outcome": "failed", "output": output, "is_grouped": True}
     found = parse("programs", json.dumps(line).encode(), ["test/a.js"])
     assert found.tests == {"test/a.js::adds > equal": "passed", "test/a.js::takes > equal": "failed"}
+
+
+SOURCES = {"LICENSE": projects.LICENCE, "sums.c": "int total(void) { return 1; }\n", "tests/one.c": GOOD}
+FIXED = {**SOURCES, "sums.c": "int total(void) { return 2; }\n", "tests/two.c": GOOD}
+TWO = {"CMakeLists.txt": CMAKE, "Makefile.am": MAKEFILE_AM}
+LATER = {"CMakeLists.txt": "add_library(more more.c)\n", "Makefile.am": "lib_LIBRARIES = more.a\n"}
+
+
+def pair(name: str, more: str = "") -> Candidate:
+    """A fix with a test that the build file at the top lists."""
+    one = TWO[name].replace(" two\n", "\n").replace("one two)", "one)").replace("two_SOURCES = tests/two.c\n", "")
+    top = {"configure.ac": CONFIGURE} if name == "Makefile.am" else {}
+    old, new = {**SOURCES, **top, name: one}, {**FIXED, **top, name: TWO[name] + more}
+    found = make_candidate("sums-1.1", "sums", projects.release(old), projects.release(new, "1.1"), {"kind": "test"})
+    assert isinstance(found, Candidate), found
+    return found
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_a_build_file_that_lists_a_test_is_hidden_with_it(name: str) -> None:
+    found = pair(name)
+    assert patched_files(found.patch) == ["sums.c"]
+    assert patched_files(found.test_patch) == [name, "tests/two.c"]
+    assert set(found.tests) == {"tests/two.c"}
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_a_test_that_the_golden_patch_lists_is_not_hidden(name: str) -> None:
+    mixed = pair(name, LATER[name])
+    assert patched_files(mixed.patch) == [name, "sums.c"]
+    seen = Observation(("check::two",), ("check::one",), (), {}, 0)
+    rejected = hidden_alone(mixed, seen)
+    assert isinstance(rejected, Rejection)
+    assert rejected.evidence == {"by_golden_patch": ["check::two"]}
+    assert hidden_alone(pair(name), seen) == seen
+
+
+def test_build_files_may_take_all_tests_of_a_folder() -> None:
+    tree = {"tests/two.c": FolderFile(GOOD.encode()), "CMakeLists.txt": FolderFile(b"file(GLOB tests tests/*.c)\n")}
+    assert C().is_built("tests/two.c", tree)
+    assert not C().is_built("tests/two.c", {**tree, "CMakeLists.txt": FolderFile(b"add_test(one one)\n")})
