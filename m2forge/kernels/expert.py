@@ -140,7 +140,7 @@ def expert_ffn_unsorted(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK
     """`expert_ffn` without gradients; on CUDA, few pairs are not sorted."""
     # The sorted path syncs with the host for all dtypes but bfloat16.
     if x_ND.is_cuda and (expert_NK.numel() <= FEW_PAIRS or x_ND.dtype != torch.bfloat16):
-        from m2forge.kernels.expert_decode_triton import expert_ffn_decode, serves
+        from m2forge.kernels.expert_triton import expert_ffn_decode, serves
 
         if serves(x_ND, w13_EGD, w2_EDF):
             return expert_ffn_decode(x_ND, w13_EGD, w2_EDF, weight_NK, expert_NK)

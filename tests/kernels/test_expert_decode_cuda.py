@@ -56,7 +56,7 @@ def test_experts_that_all_tokens_choose() -> None:
 @pytest.mark.parametrize("num_experts", [4, 64])
 def test_rows_that_are_none_add_nothing_and_stay_alone(num_experts: int, num_tokens: int) -> None:
     """Where all tokens choose all experts, and where hardly two meet; sums, their norms, and where these go."""
-    from m2forge.kernels.expert_decode_triton import expert_pairs
+    from m2forge.kernels.expert_triton import expert_pairs
     from m2forge.kernels.norm_triton import add_rms_norm, end_rms_norm
 
     x, w13, w2, weight, expert = drawn(num_tokens, 128, 64, num_experts, 4, torch.float32)
@@ -93,7 +93,7 @@ def test_a_captured_graph_follows_the_choice(num_tokens: int) -> None:
 
 @pytest.mark.parametrize(("num_pairs", "num_experts"), [(1, 1), (21, 256), (256, 16), (2001, 64)])
 def test_grouping_is_a_stable_sort(num_pairs: int, num_experts: int) -> None:
-    from m2forge.kernels.expert_decode_triton import group
+    from m2forge.kernels.expert_triton import group
 
     torch.manual_seed(0)
     expert = torch.randint(0, num_experts, (num_pairs, 1), device="cuda")

@@ -40,7 +40,7 @@ def serves(cache: PagedCache) -> bool:
 
 def is_capturable(model: Transformer) -> bool:
     """Whether the experts' kernels never sync with the host, which a CUDA graph cannot hold."""
-    from m2forge.kernels.expert_decode_triton import serves as serves_experts
+    from m2forge.kernels.expert_triton import serves as serves_experts
 
     mixtures = [part for part in model.modules() if isinstance(part, MixtureFFN)]
     is_narrow = model.embedding.weight.dtype == torch.bfloat16
@@ -172,7 +172,7 @@ class FusedNetwork:
 
 
 def _mixture(ffn: MixtureFFN, x_ND: Tensor, position_N: Tensor | None) -> tuple[Delta, Tensor]:
-    from m2forge.kernels.expert_decode_triton import expert_pairs, serves
+    from m2forge.kernels.expert_triton import expert_pairs, serves
     from m2forge.kernels.router_triton import select_experts
 
     router, config, num_rows = ffn.router, ffn.router.config, x_ND.shape[0]
