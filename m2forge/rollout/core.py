@@ -46,7 +46,6 @@ from m2forge.protocols import Chunk, Prompt
 from m2forge.records import FinishReason, PolicyVersion
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.execution.model_runner import Candidate, DecodeBatch, MTPSequence, Runner
-from m2forge.rollout.execution.sampler import Row
 from m2forge.rollout.kv.paged_plan import Span, arranged
 from m2forge.rollout.kv.scheduler import Scheduler, num_blocks_for
 from m2forge.rollout.request import Decode, Drawn, Request
@@ -201,14 +200,14 @@ class Core:
         # would take longer than it saves.
         requests, drafts = list(batch), [request.drafts[: min(num - 1, depth)] for request, num in batch.items()]
         tokens_per_step = 1.0 if self._depth is None else self._depth.tokens_per_step(depth)
-        num_steps = num_steps_per_sync(self._scheduler, requests, depth, tokens_per_step)
+        num_steps = self._scheduler.num_steps_per_sync(requests, depth, tokens_per_step)
         granted = [1 + len(tokens) for tokens in drafts]
-        capacities = reserve_blocks(self._scheduler, requests, granted, depth, num_steps)
+        capacities = self._scheduler.reserve_steps(requests, granted, depth, num_steps)
         num_positions = max(
             request.num_computed + capacity for request, capacity in zip(requests, capacities, strict=True)
         )
         table_BS = self._scheduler.table_of([request.slot for request in requests], num_positions)
-        decoded = self._runner.decode(decode_batch(requests, drafts, capacities, table_BS), depth, num_steps)
+        decoded = self._runner.decode(DecodeBatch.of(requests, drafts, capacities, table_BS), depth, num_steps)
         self._totals["whole_steps"] += num_steps
         self._totals["computed_tokens"] += int((decoded.num_drafts_BN + 1).sum())
         experts = None
@@ -270,7 +269,7 @@ class Core:
             end += span.num_tokens
             if span.num_tokens >= request.num_uncomputed:
                 ready.append(request)
-                candidates.append(Candidate(end - 1, request.drafts[:num], request.slot, rows_of(request, num + 1)))
+                candidates.append(Candidate(end - 1, request.drafts[:num], request.slot, request.rows(num + 1)))
         if not ready:
             return {}
         drawn = dict(zip(ready, self._runner.sample(hidden_ND, candidates), strict=True))
@@ -333,7 +332,7 @@ class Core:
             starts = [min(start, end) for start in request.num_mtp_computed]
             sequences.append(
                 MTPSequence(
-                    request.ids, starts, end, rows_of(request, num_drafts), self._scheduler.table(request), request.slot
+                    request.ids, starts, end, request.rows(num_drafts), self._scheduler.table(request), request.slot
                 )
             )
         drafts = self._runner.run_mtp(sequences, depth)
@@ -479,41 +478,7 @@ def refuse_unservable(id: str, prompt: Prompt, config: RolloutConfig, vocab_size
         raise RequestError(f"prompt {id!r}: stop_texts: expected text, received ''")
 
 
-# -- decode steps between host syncs -----------------------------------------------------------------------------------
-
-
-def num_steps_per_sync(scheduler: Scheduler, requests: Sequence[Request], depth: int, tokens_per_step: float) -> int:
-    """No more steps than the longest remaining completion needs at the expected tokens per step; no more than the
-    shortest needs while requests wait; and one where blocks are scarce."""
-    last = min if scheduler.waiting else max
-    num_remaining = last(request.num_remaining for request in requests)
-    num_steps = min(scheduler.config.steps_per_sync, math.ceil(num_remaining / tokens_per_step))
-    num_missing = 0
-    for request in requests:
-        num_tokens = request.num_computed + _num_useful(request, depth, num_steps)
-        num_missing += max(num_blocks_for(num_tokens, scheduler.config.block_tokens) - len(request.blocks), 0)
-    return num_steps if num_missing <= scheduler.pool.num_available else 1
-
-
-def reserve_blocks(
-    scheduler: Scheduler, requests: Sequence[Request], granted: Sequence[int], depth: int, num_steps: int
-) -> list[int]:
-    """Takes blocks for the steps; returns how many tokens fit from each sequence's last one on, at least as many as
-    `granted`."""
-    if not depth and num_steps == 1:
-        return list(granted)
-    return [
-        max(num, scheduler.reserve(request, _num_useful(request, depth, num_steps)))
-        for request, num in zip(requests, granted, strict=True)
-    ]
-
-
-def _num_useful(request: Request, depth: int, num_steps: int) -> int:
-    """Tokens that the steps can compute and the request still wants."""
-    return min(num_steps * (1 + depth) + depth, request.num_remaining)
-
-
-# -- the runner's inputs -----------------------------------------------------------------------------------------------
+# -- what a batch consists of ------------------------------------------------------------------------------------------
 
 
 def is_uniform_decode(requests: Collection[Request]) -> bool:
@@ -549,47 +514,6 @@ def moment_of(
     ]
     num_remaining = sum(request.num_remaining for request in requests) / len(requests)
     return Moment(len(requests), num_after_prefill, is_separate_step, mtp_lag, num_remaining, max_mtp_prefill)
-
-
-def decode_batch(
-    requests: Sequence[Request],
-    drafts: Sequence[Sequence[int]],
-    capacities: Sequence[int],
-    table_BS: npt.NDArray[np.int64],
-) -> DecodeBatch:
-    return DecodeBatch(
-        tokens=[request.ids[-1] for request in requests],
-        starts=[request.num_computed for request in requests],
-        drafts=drafts,
-        capacities=capacities,
-        table_BS=table_BS,
-        slots=[request.slot for request in requests],
-        temperatures=[request.prompt.sampling.temperature for request in requests],
-        seeds=[request.seed for request in requests],
-        samples=[request.sample for request in requests],
-        is_seeded=[request.prompt.seed is not None for request in requests],
-        indices=[request.num_sampled for request in requests],
-    )
-
-
-def rows_of(request: Request, num_tokens: int) -> list[Row]:
-    """Sampling rows of the next tokens, assuming that the drafts before each are accepted."""
-    sampling, is_seeded = request.prompt.sampling, request.prompt.seed is not None
-    prompt, sampled = list[int](), list[int]()
-    if sampling.is_penalised:
-        prompt, sampled = request.ids[: request.num_prompt], request.ids[request.num_prompt :]
-    return [
-        Row(
-            sampling,
-            request.seed,
-            request.sample,
-            request.num_sampled + index,
-            prompt,
-            sampled + request.drafts[:index] if sampling.is_penalised else sampled,
-            is_seeded,
-        )
-        for index in range(num_tokens)
-    ]
 
 
 # -- weight updates ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from m2forge.protocols import Chunk, Prompt
 from m2forge.records import FinishReason, PolicyVersion
-from m2forge.rollout.execution.sampler import is_bare
+from m2forge.rollout.execution.sampler import Row, is_bare
 from m2forge.rollout.kv.block_pool import Block
 
 Decode = Callable[[Sequence[int]], bytes]
@@ -83,6 +83,25 @@ class Request:
     @property
     def num_sampled(self) -> int:
         return len(self.ids) - self.num_prompt
+
+    def rows(self, num_tokens: int) -> list[Row]:
+        """Sampling rows of the next tokens, assuming that the drafts before each are accepted."""
+        sampling, is_seeded = self.prompt.sampling, self.prompt.seed is not None
+        prompt, sampled = list[int](), list[int]()
+        if sampling.is_penalised:
+            prompt, sampled = self.ids[: self.num_prompt], self.ids[self.num_prompt :]
+        return [
+            Row(
+                sampling,
+                self.seed,
+                self.sample,
+                self.num_sampled + index,
+                prompt,
+                sampled + self.drafts[:index] if sampling.is_penalised else sampled,
+                is_seeded,
+            )
+            for index in range(num_tokens)
+        ]
 
     def note_computed(self, num_tokens: int, version: PolicyVersion) -> None:
         last = self.computed_by[-1][1] if self.computed_by else None

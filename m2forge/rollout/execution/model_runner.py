@@ -46,7 +46,7 @@ from m2forge.rollout.execution.decode import NUM_FIELDS, Decoder, Network, Shape
 from m2forge.rollout.execution.sampler import Row, Stream, draw, uniforms
 from m2forge.rollout.kv.paged_plan import PagedCache, PagedPlan, Span, arranged, planned
 from m2forge.rollout.kv.scheduler import Copy
-from m2forge.rollout.request import Drawn
+from m2forge.rollout.request import Drawn, Request
 from m2forge.rollout.speculation.verify import Drafts, draft, is_free, verify
 
 _log = logging.getLogger(__name__)
@@ -103,6 +103,28 @@ class DecodeBatch:
     is_seeded: Sequence[bool]
     indices: Sequence[int]
     """Number of tokens sampled before."""
+
+    @classmethod
+    def of(
+        cls,
+        requests: Sequence[Request],
+        drafts: Sequence[Sequence[int]],
+        capacities: Sequence[int],
+        table_BS: npt.NDArray[np.int64],
+    ) -> "DecodeBatch":
+        return cls(
+            tokens=[request.ids[-1] for request in requests],
+            starts=[request.num_computed for request in requests],
+            drafts=drafts,
+            capacities=capacities,
+            table_BS=table_BS,
+            slots=[request.slot for request in requests],
+            temperatures=[request.prompt.sampling.temperature for request in requests],
+            seeds=[request.seed for request in requests],
+            samples=[request.sample for request in requests],
+            is_seeded=[request.prompt.seed is not None for request in requests],
+            indices=[request.num_sampled for request in requests],
+        )
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ Drafts are verified with the tokens and blocks that remain; they preempt no requ
 are freed at the end of each step.
 """
 
+import math
 from bisect import insort
 from collections.abc import Sequence
 
@@ -138,6 +139,30 @@ class Scheduler:
         num_drafts = min(num_drafts, self._capacity(request), self.max_context - request.num_computed)
         self._take(request, num_drafts)
         return num_drafts
+
+    def num_steps_per_sync(self, requests: Sequence[Request], depth: int, tokens_per_step: float) -> int:
+        """How many decode steps run before the next host sync: no more than the longest remaining completion needs at
+        the expected tokens per step; no more than the shortest needs while requests wait; and one where blocks are
+        scarce."""
+        last = min if self.waiting else max
+        num_remaining = last(request.num_remaining for request in requests)
+        num_steps = min(self.config.steps_per_sync, math.ceil(num_remaining / tokens_per_step))
+        num_missing = sum(
+            max(self._num_missing(request, _num_useful(request, depth, num_steps)), 0) for request in requests
+        )
+        return num_steps if num_missing <= self.pool.num_available else 1
+
+    def reserve_steps(
+        self, requests: Sequence[Request], granted: Sequence[int], depth: int, num_steps: int
+    ) -> list[int]:
+        """Takes blocks for the steps; returns how many tokens fit from each sequence's last one on, at least as many as
+        `granted`."""
+        if not depth and num_steps == 1:
+            return list(granted)
+        return [
+            max(num, self.reserve(request, _num_useful(request, depth, num_steps)))
+            for request, num in zip(requests, granted, strict=True)
+        ]
 
     def trim(self, request: Request) -> None:
         """Free the blocks that hold no computed token."""
@@ -324,6 +349,11 @@ class Scheduler:
 
 def num_blocks_for(num_tokens: int, block_tokens: int) -> int:
     return -(-num_tokens // block_tokens)
+
+
+def _num_useful(request: Request, depth: int, num_steps: int) -> int:
+    """Tokens that the steps can compute and the request still wants."""
+    return min(num_steps * (1 + depth) + depth, request.num_remaining)
 
 
 def _order(request: Request) -> tuple[int, int, int]:
