@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from m2forge.errors import CheckpointError
 from m2forge.files import staged_folder, write_atomic
@@ -22,6 +23,7 @@ from m2forge.model.architecture import CONFIG_KEY, public_parts, to_public
 from m2forge.model.build import empty
 from m2forge.model.config import ModelConfig
 from m2forge.model.config_file import CONFIG_FILE
+from m2forge.model.delta import DeltaSource, delta_base, is_delta_folder, write_delta
 from m2forge.model.folder import FolderSource
 from m2forge.model.gguf_file import GGUF_SUFFIX, GGUFSource
 from m2forge.model.lora import AdapterSource, attach_stored, base_of, is_adapter_folder, write_adapter
@@ -34,18 +36,23 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 
 def open_source(path: Path) -> Source:
-    """The weights in a model folder, an adapter folder, whose adapter is merged, or a GGUF file."""
+    """The weights in a model folder, an adapter or delta folder, merged with its base, or a GGUF file."""
     folders = [path]
-    while is_adapter_folder(folders[-1]):
-        base = base_of(folders[-1])
+    while (base := _base(folders[-1])) is not None:
         if base in folders:
-            raise CheckpointError(f"{folders[-1]}: its base model {base} is an adapter of this one")
+            raise CheckpointError(f"{folders[-1]}: its base {base} has this one for its own")
         folders.append(base)
     last = folders.pop()
     source: Source = GGUFSource(last) if last.suffix == GGUF_SUFFIX and last.is_file() else FolderSource(last)
     for folder in reversed(folders):
-        source = AdapterSource(folder, source)
+        source = AdapterSource(folder, source) if is_adapter_folder(folder) else DeltaSource(folder, source)
     return source
+
+
+def _base(folder: Path) -> Path | None:
+    if is_adapter_folder(folder):
+        return base_of(folder)
+    return delta_base(folder) if is_delta_folder(folder) else None
 
 
 def load_trained(path: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Transformer:
@@ -103,6 +110,29 @@ def _save_adapter(model: Transformer, folder: Path, dtype: torch.dtype | None, c
     return written
 
 
+def save_delta(
+    model: Transformer, folder: Path, base: str, published: dict[str, Tensor], *, companions: tuple[Path, ...] = ()
+) -> Written:
+    """Write how `model` differs from `published`, the tensors in the folder `base` beside `folder` (delta.py);
+    afterwards `published` holds the tensors of `model`."""
+    source = ModelSource(model)
+    headers = _written_headers(source, source.config, None)
+    with staged_folder(folder) as partial:
+        written = write_delta(partial, base, published, headers, source.read)
+        write_atomic(partial / CONFIG_FILE, _config_json(source, source.config, usual_dtype(source), False))
+        _copy_companions(companions, partial)
+    return written
+
+
+def copy_tensors(model: Transformer) -> dict[str, Tensor]:
+    """Copies of the tensors that `save_model` writes, in host memory."""
+    source = ModelSource(model)
+    return {
+        name: torch.empty(header.shape, dtype=header.dtype).copy_(source.read(name, header.dtype).detach())
+        for name, header in _written_headers(source, source.config, None).items()
+    }
+
+
 def _copy_companions(companions: tuple[Path, ...], folder: Path) -> None:
     for path in companions:
         beside = folder / TEMPLATES_FOLDER if path.parent.name == TEMPLATES_FOLDER else folder
@@ -111,12 +141,18 @@ def _copy_companions(companions: tuple[Path, ...], folder: Path) -> None:
 
 
 @torch.no_grad()
-def fill(model: Transformer, source: Source) -> None:
-    """Copy every tensor of `source`, which must match, into the weights of `model`."""
+def fill(model: Transformer, source: Source, loaded: Path | None = None) -> None:
+    """Copy every tensor of `source`, which must match, into the weights of `model`. If `model` holds the weights of the
+    folder `loaded`, and deltas lead from there to `source`, only the changed elements are copied."""
     state = model.state_dict()
+    deltas = source.since(loaded) if loaded is not None and isinstance(source, DeltaSource) else None
     for name, part in public_parts(model.config):
         weight = part.of(state[part.name])
-        weight.copy_(source.read(name, weight.dtype))
+        if deltas is None:
+            weight.copy_(source.read(name, weight.dtype))
+        else:
+            for delta in deltas:
+                delta.change(name, weight)
 
 
 def write_model(
@@ -130,16 +166,20 @@ def write_model(
 ) -> Written:
     """Stream a `source` that matches its config into `folder`, with copies of `companions` beside it."""
     config = source.config.model_copy(update={"num_mtp": 0}) if public_only else source.config
-    headers = {
-        name: TensorHeader(source.headers[name].shape, _written_dtype(name, dtype or source.headers[name].dtype))
-        for name, _ in public_parts(config)
-    }
+    headers = _written_headers(source, config, dtype)
     content = _config_json(source, config, dtype or usual_dtype(source), public_only)
     with staged_folder(folder) as partial:
         written = write_shards(partial, headers, source.read, max_shard_bytes)
         write_atomic(partial / CONFIG_FILE, content)
         _copy_companions(companions, partial)
     return written
+
+
+def _written_headers(source: Source, config: ModelConfig, dtype: torch.dtype | None) -> dict[str, TensorHeader]:
+    return {
+        name: TensorHeader(source.headers[name].shape, _written_dtype(name, dtype or source.headers[name].dtype))
+        for name, _ in public_parts(config)
+    }
 
 
 def _written_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from m2forge.errors import CheckpointError
 from m2forge.model import folder as fp8
+from m2forge.model.config import ModelConfig
 from m2forge.model.config_file import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, read_public, translate, weight_map
 from m2forge.model.config_file import FP8_BLOCK as BLOCK
 from m2forge.model.tensor_source import TOKEN_ID_KEYS, TensorHeader, TokenIds
@@ -58,14 +59,19 @@ _DTYPES = {
 }
 
 
+def read_identity(folder: Path) -> tuple[ModelConfig, TokenIds]:
+    """The network's config and the ids of its special tokens, from config.json."""
+    public = read_public(folder)
+    ids = {key: public[key] for key in TOKEN_ID_KEYS if public.get(key) is not None}
+    return translate(folder / CONFIG_FILE, public), ids
+
+
 class FolderSource:
     """See `Source`. Its files stay open and memory-mapped while it lives."""
 
     def __init__(self, folder: Path) -> None:
-        public = read_public(folder)
         self.origin = str(folder)
-        self.config = translate(folder / CONFIG_FILE, public)
-        self.token_ids: TokenIds = {key: public[key] for key in TOKEN_ID_KEYS if public.get(key) is not None}
+        self.config, self.token_ids = read_identity(folder)
         self._files = {name: _open(path) for name, path in _weight_files(folder).items()}
         self._file_of = _locate(folder, self._files)
         self._stored: dict[str, TensorHeader] = {}

@@ -30,9 +30,10 @@ from m2forge.errors import CheckpointError, ConfigError
 from m2forge.files import write_atomic
 from m2forge.model.architecture import adapted_layers
 from m2forge.model.config import LoRAConfig, ModelConfig
-from m2forge.model.config_file import CONFIG_FILE, read_json, read_public, translate
+from m2forge.model.config_file import CONFIG_FILE, read_json
+from m2forge.model.folder import read_identity
 from m2forge.model.safetensors_file import Written
-from m2forge.model.tensor_source import TOKEN_ID_KEYS, Source, TensorHeader, TokenIds
+from m2forge.model.tensor_source import Source, TensorHeader, TokenIds
 from m2forge.model.transformer import Linear, MixtureFFN, Transformer
 
 ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -203,9 +204,7 @@ class AdapterSource:
         self._scale = _read_scale(path, content)
         self.config, self.token_ids = base.config, base.token_ids
         if (folder / CONFIG_FILE).exists():
-            public = read_public(folder)
-            self.config = translate(folder / CONFIG_FILE, public)
-            self.token_ids = {key: public[key] for key in TOKEN_ID_KEYS if public.get(key) is not None}
+            self.config, self.token_ids = read_identity(folder)
         self.headers: Mapping[str, TensorHeader] = base.headers
         self._pairs, problems = _read_pairs(folder, base.headers)
         self.problems = (*base.problems, *problems)

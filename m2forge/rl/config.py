@@ -32,6 +32,7 @@ from m2forge.rollout.config import RolloutConfig
 from m2forge.tasks.config import CurriculumConfig, VerifyConfig
 from m2forge.tasks.source import SourceKind, parse_source
 from m2forge.train.config import Curve, PolicyConfig, TuneConfig
+from m2forge.weights.config import WeightsConfig
 
 Count = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -125,6 +126,7 @@ class RLConfig(Config):
     reward: RewardConfig = RewardConfig()
     policy: PolicyConfig = PolicyConfig()
     train: TuneConfig = TuneConfig()
+    weights: WeightsConfig = WeightsConfig()
     engine: EngineConfig = EngineConfig()
     gateway: GatewayConfig = GatewayConfig(port=0)
     pool: PoolConfig = PoolConfig()
@@ -174,6 +176,10 @@ class RLConfig(Config):
             mesh = self.train.machine.mesh
             received = f"replicate {mesh.replicate}, shard {mesh.shard}"
             raise ValueError(f"train.machine.mesh: RL trains in one process, received {received}; leave it out")
+        if self.train.lora is not None and self.weights.anchor_every > 1:
+            raise ValueError(
+                "weights.anchor_every: with train.lora a version is an adapter, which is published whole; leave it out"
+            )
         problem = self.policy.sampling_problem(self.agent.sampling.record())
         if problem is not None:
             raise ValueError(f"agent.sampling: nothing sampled this way can be trained: {problem}")

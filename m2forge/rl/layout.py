@@ -108,7 +108,13 @@ class Layout:
         return config.model_copy(update={"url": f"{SQLITE}{(self.run_dir / path).absolute()}"})
 
     def weight_store(self, config: RLConfig, companions: tuple[Path, ...] = ()) -> WeightStore:
-        return WeightStore(self.weights, config.name, keep=config.keep_versions, companions=companions)
+        return WeightStore(
+            self.weights,
+            config.name,
+            keep=config.keep_versions,
+            anchor_every=config.weights.anchor_every,
+            companions=companions,
+        )
 
 
 @dataclass(frozen=True, slots=True)

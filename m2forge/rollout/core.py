@@ -99,6 +99,8 @@ class Core:
         """Unfinished requests, by the id of their prompt."""
         self._outbox: list[tuple[str, Chunk]] = []
         self._pending: WeightUpdate | None = None
+        self._folder: Path | None = None
+        """Folder of the weights, if `load` brought them."""
         self._next_deadline_s = math.inf
         """The earliest deadline of any request, or a lower bound on it."""
         self._decode, self._clock = decode, clock
@@ -412,7 +414,8 @@ class Core:
                 request.restart()
         for request in self._scheduler.running:
             request.drafts = []
-        update.fill(self.model)
+        update.fill(self.model, self._folder)
+        self._folder = update.folder
         pack_weights(self.model, self.model.head_weight)
         self.version = update.version
         self._totals["loads"] += 1
@@ -524,8 +527,11 @@ class WeightUpdate:
     """A pending weight update: validated against the network on arrival, copied into it between two steps."""
 
     version: PolicyVersion
-    fill: Callable[[Transformer], None]
-    """Copies the weights into the network against which they were validated."""
+    folder: Path | None
+    """Where the weights come from; None: from memory."""
+    fill: Callable[[Transformer, Path | None], None]
+    """Copies the weights into the network against which they were validated; the path is the folder of the weights that
+    it holds, where there is one."""
 
 
 def from_folder(model: Transformer, folder: Path, version: PolicyVersion) -> WeightUpdate:
@@ -544,7 +550,7 @@ def from_folder(model: Transformer, folder: Path, version: PolicyVersion) -> Wei
             f"{folder} holds a network of another architecture than the one being served; start another engine for it"
         )
     refuse_misfits(source)
-    return WeightUpdate(version, lambda served: fill(served, source))
+    return WeightUpdate(version, folder, lambda served, loaded: fill(served, source, loaded))
 
 
 def from_memory(
@@ -564,12 +570,12 @@ def from_memory(
         tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
     @torch.no_grad()
-    def copy(served: Transformer) -> None:
+    def copy(served: Transformer, loaded: Path | None) -> None:
         state = served.state_dict()
         for name, tensor in tensors.items():
             state[name].copy_(tensor)
 
-    return WeightUpdate(version, copy)
+    return WeightUpdate(version, None, copy)
 
 
 def _arithmetic(config: ModelConfig) -> dict[str, object]:

@@ -65,6 +65,7 @@ def make_run(model: Path, num_steps: int) -> RLConfig:
         # A random policy solves nothing: what it is rewarded for is the form alone, and groups are trained as they are.
         pool={"window": {"queue": 8, "no_signal": "train"}},
         eval={"num_tasks": 4},
+        weights={"anchor_every": 2},
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from m2forge.config import load
 from m2forge.model.checkpoint import load_model
 from m2forge.model.config_file import read_config
+from m2forge.model.delta import is_delta_folder
 from m2forge.model.plan import CausalRows
 from m2forge.observe.metrics import read_metrics
 from m2forge.pool.pool import Pool
@@ -81,6 +82,14 @@ def test_a_run_from_a_hub_id_writes_its_commit(ended: Ended) -> None:
     config = load(RLConfig, ended.run_dir / "config.toml")
     assert (config.model, config.revision) == (ID, FIRST_COMMIT)
     assert (ended.run_dir / "model" / "tokenizer.json").is_file()
+
+
+def test_a_version_may_hold_what_changed_alone(ended: Ended) -> None:
+    newest = Layout(ended.run_dir).weight_store(ended.config).newest()
+    assert newest is not None
+    assert is_delta_folder(newest[1])
+    published, final = load_model(newest[1]).state_dict(), load_model(ended.run_dir / "model").state_dict()
+    assert all(torch.equal(published[name], final[name]) for name in final)
 
 
 def test_an_agent_that_asks_for_greedy_samples_is_trained(ended: Ended) -> None:

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2forge.errors import CheckpointError
-from m2forge.model.checkpoint import save_model
+from m2forge.model.checkpoint import load_model, save_model
 from m2forge.protocols import Prompt
 from m2forge.records import FinishReason, PolicyVersion
 from m2forge.rollout.config import OnWeightUpdate, StaleCache
+from m2forge.weights.store import WeightStore
 from tests.conftest import LONG
 from tests.model.generate import generate
 from tests.rollout.draw import (
@@ -134,6 +135,19 @@ def test_weights_come_from_a_folder_too(tmp_path: Path) -> None:
     completion = finish(core)["a", 0]
     assert completion.ids == generate(other, [1, 2], max_new_tokens=3)
     assert completion.versions == [5, 5, 5]
+
+
+def test_deltas_are_applied_to_the_weights_they_build_on(tmp_path: Path) -> None:
+    core, store, other = tiny(), WeightStore(tmp_path, "run", keep=9, anchor_every=9), network(TINY, 1)
+    folders = []
+    for step in range(4):
+        with torch.no_grad():
+            other.norm.weight[:3] += step
+        folders.append(store.publish(other, step))
+    for step in (1, 2, 0, 3):  # from the anchor, one delta further, back, then over three deltas
+        core.load(folders[step], version(step))
+        expected = load_model(folders[step]).state_dict()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in core.model.state_dict().items())
 
 
 def test_weights_of_another_network_are_refused_unchanged(tmp_path: Path) -> None:

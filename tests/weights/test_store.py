@@ -12,6 +12,7 @@ import torch
 from m2forge.errors import ConfigError, ExistsError
 from m2forge.model.build import build
 from m2forge.model.checkpoint import load_model
+from m2forge.model.delta import is_delta_folder
 from m2forge.model.preset import preset
 from m2forge.model.transformer import Transformer
 from m2forge.records import PolicyVersion
@@ -101,8 +102,25 @@ def test_keeping_none_is_refused(tmp_path: Path) -> None:
         WeightStore(tmp_path, "run", keep=0)
 
 
-def publish_forever(folder: Path, output: int) -> None:
-    store, model, newest = WeightStore(folder, "run"), make_model(), WeightStore(folder, "run").newest()
+def test_versions_stay_while_kept_ones_build_on_them(tmp_path: Path) -> None:
+    store, model = WeightStore(tmp_path / "weights", "run", keep=2, anchor_every=3), make_model()
+    present = []
+    for step in range(6):
+        with torch.no_grad():
+            model.norm.weight.fill_(float(step))
+        folder = store.publish(model, step)
+        assert is_delta_folder(folder) == (step % 3 > 0)
+        assert (load_model(folder).norm.weight == step).all()
+        present.append([int(path.name.split("-")[1]) for path in sorted(store.folder.iterdir())])
+    assert present == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [3, 4], [3, 4, 5]]
+    store.discard_after(4)
+    assert not is_delta_folder(store.publish(model, 5)), "after going back the first version is whole"
+
+
+def publish_forever(folder: Path, output: int, anchor_every: int) -> None:
+    torch.set_num_threads(1)  # torch's threads do not live in a forked process
+    store, model = WeightStore(folder, "run", anchor_every=anchor_every), make_model()
+    newest = store.newest()
     for step in itertools.count(1 + (newest[0].step if newest else 0)):
         with torch.no_grad():
             model.norm.weight.fill_(float(step))
@@ -111,14 +129,15 @@ def publish_forever(folder: Path, output: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_publisher_killed_at_any_moment_leaves_whole_versions(tmp_path: Path) -> None:
+@pytest.mark.parametrize("anchor_every", [1, 2])
+def test_a_publisher_killed_at_any_moment_leaves_whole_versions(tmp_path: Path, anchor_every: int) -> None:
     store, last = WeightStore(tmp_path / "weights", "run"), 0
     for delay_s in (0.0, 0.011, 0.023):
         source, output = os.pipe()
         process = os.fork()
         if not process:
             try:
-                publish_forever(store.folder, output)
+                publish_forever(store.folder, output, anchor_every)
             finally:
                 os._exit(1)
         os.close(output)
@@ -136,4 +155,4 @@ def test_a_publisher_killed_at_any_moment_leaves_whole_versions(tmp_path: Path) 
         last = version.step
     store.publish(make_model(), last + 1)
     assert not list(store.folder.glob(".*"))
-    assert len(list(store.folder.iterdir())) == 2
+    assert len(list(store.folder.iterdir())) <= 1 + anchor_every

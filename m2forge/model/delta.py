@@ -1,0 +1,168 @@
+"""Networks stored as the elements in which they differ from another folder's.
+
+    config.json          as in every model folder
+    delta.json           {"base": the folder beside this one, "digest": of the next file}
+    delta.safetensors    for each tensor that changed: NAME/gaps and NAME/values, or NAME whole where that is smaller
+
+Values are the stored bits of the changed elements, in order. A gap is the number of unchanged elements before a changed
+one, as a byte; 255 means 255 elements and that the gap goes on in the next byte. With one element in 100 changed a
+bfloat16 takes 3.1 bytes.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from m2forge.errors import CheckpointError
+from m2forge.files import write_atomic
+from m2forge.model.config_file import read_json
+from m2forge.model.folder import read_identity
+from m2forge.model.safetensors_file import Written
+from m2forge.model.tensor_source import Source, TensorHeader
+
+DELTA_CONFIG_FILE = "delta.json"
+DELTA_FILE = "delta.safetensors"
+GAPS, VALUES = "/gaps", "/values"
+LONG = 255
+"""The byte of a gap that goes on."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def find_changes(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """The gaps and values of the elements whose bits differ; both tensors are contiguous, of one shape and dtype."""
+    bits = _BITS[new.itemsize]
+    indices = torch.nonzero(old.view(-1).view(bits) != new.view(-1).view(bits)).view(-1)
+    gaps = torch.diff(indices, prepend=indices.new_full((1,), -1)) - 1
+    num_long = gaps // LONG
+    encoded = torch.full((int(num_long.sum()) + len(gaps),), LONG, dtype=torch.uint8)
+    encoded[torch.cumsum(num_long + 1, 0) - 1] = (gaps % LONG).to(torch.uint8)
+    return encoded, new.view(-1)[indices]
+
+
+def find_indices(gaps: Tensor) -> Tensor:
+    """The places of the changed elements in the flat tensor."""
+    is_last = gaps != LONG
+    return (torch.cumsum(gaps.to(torch.int64) + is_last, 0) - 1)[is_last]
+
+
+def write_delta(
+    folder: Path,
+    base: str,
+    published: dict[str, Tensor],
+    headers: Mapping[str, TensorHeader],
+    read: Callable[[str, torch.dtype], Tensor],
+) -> Written:
+    """Write into `folder` how the tensors of `headers` differ from `published`, the tensors of the folder `base` beside
+    it; afterwards `published` holds the new ones."""
+    tensors: dict[str, Tensor] = {}
+    for name, header in headers.items():
+        old, new = published[name], read(name, header.dtype).detach().to("cpu", header.dtype).contiguous()
+        gaps, values = find_changes(old, new)
+        if gaps.nbytes + values.nbytes >= new.nbytes:
+            tensors[name] = new.clone()
+        elif len(values):
+            tensors[name + GAPS], tensors[name + VALUES] = gaps, values
+        old.copy_(new)
+    path = folder / DELTA_FILE
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(folder.stat().st_mode & 0o666)
+    content = {"base": base, "digest": _digest(path)}
+    write_atomic(folder / DELTA_CONFIG_FILE, json.dumps(content, indent=2) + "\n")
+    return Written(len(tensors), sum(tensor.nbytes for tensor in tensors.values()), 1)
+
+
+def is_delta_folder(path: Path) -> bool:
+    return (path / DELTA_CONFIG_FILE).is_file()
+
+
+def delta_base(folder: Path) -> Path:
+    """The folder that the one in `folder` changes."""
+    path = folder / DELTA_CONFIG_FILE
+    named = read_json(path).get("base")
+    if not isinstance(named, str) or Path(named).name != named or not (folder.parent / named).is_dir():
+        raise CheckpointError(f"{path}: its base {named!r} is not beside it; copy that folder too")
+    return folder.parent / named
+
+
+class DeltaSource:
+    """See `Source`: the base with this folder's changes. The changes are in memory; the base's files stay open."""
+
+    def __init__(self, folder: Path, base: Source) -> None:
+        self.origin, self._base = str(folder), base
+        self._base_folder = delta_base(folder)
+        self.config, self.token_ids = read_identity(folder)
+        self.headers: Mapping[str, TensorHeader] = base.headers
+        self._whole, self._changes, problems = _read_changes(folder, base.headers)
+        self.problems = (*base.problems, *problems)
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        if (whole := self._whole.get(name)) is not None:
+            return whole
+        weight = self._base.read(name, dtype)
+        if (change := self._changes.get(name)) is None:
+            return weight
+        indices, values = change
+        weight = weight.clone(memory_format=torch.contiguous_format)
+        weight.view(-1)[indices] = values
+        return weight
+
+    def since(self, folder: Path) -> "tuple[DeltaSource, ...] | None":
+        """The deltas that lead from `folder` to this one, in order; None if this one does not build on it."""
+        if self._base_folder == folder:
+            return (self,)
+        before = self._base.since(folder) if isinstance(self._base, DeltaSource) else None
+        return None if before is None else (*before, self)
+
+    @torch.no_grad()
+    def change(self, name: str, weight: Tensor) -> None:
+        """Turn `weight`, the base's tensor on any device, in any dtype and with any strides, into this folder's."""
+        if (whole := self._whole.get(name)) is not None:
+            weight.copy_(whole)
+        elif (change := self._changes.get(name)) is not None:
+            indices, values = (tensor.to(weight.device) for tensor in change)
+            places = (indices,) if weight.is_contiguous() else torch.unravel_index(indices, weight.shape)
+            (weight.view(-1) if weight.is_contiguous() else weight)[places] = values.to(weight.dtype)
+
+
+def _read_changes(
+    folder: Path, headers: Mapping[str, TensorHeader]
+) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]], list[str]]:
+    """The tensors stored whole, the indices and values of the others, and one line per tensor that does not fit."""
+    path = folder / DELTA_FILE
+    try:
+        if _digest(path) != read_json(folder / DELTA_CONFIG_FILE).get("digest"):
+            raise CheckpointError(f"{path} has another digest than {DELTA_CONFIG_FILE} states; fetch it again")
+        stored = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; fetch it again") from error
+    whole: dict[str, Tensor] = {}
+    changes: dict[str, tuple[Tensor, Tensor]] = {}
+    problems: list[str] = []
+    for key, tensor in stored.items():
+        name = key.removesuffix(GAPS).removesuffix(VALUES)
+        if (header := headers.get(name)) is None:
+            problems.append(f"{key} changes no tensor of the base")
+        elif key == name:
+            whole[name] = tensor
+            if (tuple(tensor.shape), tensor.dtype) != header:
+                problems.append(f"{name} is of shape {list(tensor.shape)}, {tensor.dtype}; the base's is {header}")
+        elif key.endswith(GAPS):
+            indices, values = find_indices(tensor), stored.get(name + VALUES)
+            if values is None or values.dtype != header.dtype or values.shape != indices.shape:
+                problems.append(f"{name} has {len(indices)} gaps and other values than these")
+            elif len(indices) and int(indices[-1]) >= torch.Size(header.shape).numel():
+                problems.append(f"{name} has a changed element {int(indices[-1])} beyond its end")
+            else:
+                changes[name] = (indices, values)
+    return whole, changes, problems
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
