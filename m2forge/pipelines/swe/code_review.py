@@ -26,7 +26,7 @@ import tomli_w
 from m2forge.pipelines.stage import Rejection
 from m2forge.pipelines.swe import review_answer
 from m2forge.pipelines.swe.candidate import Candidate, apply_to_tree
-from m2forge.pipelines.swe.environment import Runner, apply_patch, limit_s
+from m2forge.pipelines.swe.environment import Runner, apply_patch, mutant_limit
 from m2forge.pipelines.swe.mutation import Mutation, mutations
 from m2forge.pipelines.swe.statement import Statement, introduction
 from m2forge.pipelines.swe.task import (
@@ -228,7 +228,7 @@ async def _find_fault(
             source = clean.files[path] or ""
             await sandbox.write(path, mutation.apply(source).encode())
             run = await runner.run_in(
-                candidate.toolchain, sandbox, ordered_targets(observation), timeout_s=limit_s(observation.cpu_s)
+                candidate.toolchain, sandbox, ordered_targets(observation), limit=mutant_limit(observation.cpu_s)
             )
             await sandbox.write(path, source.encode())
             if run.problem is None and is_killed(run, observation):

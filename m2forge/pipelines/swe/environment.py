@@ -16,6 +16,7 @@ costs its round. When rounds or tokens are used up, the candidate is rejected: "
 """
 
 import json
+import math
 import re
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -45,11 +46,22 @@ MAX_ROUNDS = 5
 """Images that are built for one candidate before it is given up."""
 MAX_REPORT_BYTES = 64 << 20
 MAX_MUTANT_S = 60.0
+_CPU_PRECISION_S = 0.1
+"""How much less the kernel may report of a process that it has stopped."""
 
 
-def limit_s(cpu_s: float) -> float:
-    """Limit of the tests of a mutant, of which many never end, where those of the sound tree take this CPU time."""
-    return min(MAX_MUTANT_S, 10.0 + 10.0 * cpu_s)
+@dataclass(frozen=True, slots=True)
+class MutantLimit:
+    """Limits of a run of a mutant's tests, many of which never end. A run that reaches one decides nothing."""
+
+    timeout_s: float
+    cpu_s: int
+    """CPU time of each process; a run whose processes take as much together has reached it too."""
+
+
+def mutant_limit(cpu_s: float) -> MutantLimit:
+    """`cpu_s`: CPU time of a run of the sound tree's tests, compilation included."""
+    return MutantLimit(min(MAX_MUTANT_S, 10.0 + 10.0 * cpu_s), math.ceil(3.0 + 3.0 * cpu_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +114,25 @@ class Runner:
         targets: Sequence[str],
         *,
         max_failures: int | None = None,
-        timeout_s: float | None = None,
+        limit: MutantLimit | None = None,
     ) -> TestRun:
         """Run the tests of targets in a sandbox as it is."""
         # A run that ends before it writes a report must not be read as the one before it.
         await sandbox.run(Command(("rm", "-f", REPORT_PATH)))
         argv = toolchain.command(targets, max_failures)
+        if limit is not None:
+            argv = ("sh", "-c", f'ulimit -t {limit.cpu_s}; exec "$@"', "sh", *argv)
+        timeout_s = None if limit is None else limit.timeout_s
         command = Command(argv, {VARIABLE: REPORT_PATH}, merges_stderr=True, timeout_s=timeout_s)
         outcome = await sandbox.run(command)
         await sandbox.kill_all()
         output = outcome.stdout.text()
         if outcome.reason not in (OutcomeReason.EXITED, OutcomeReason.SIGNALLED):
             return TestRun(problem=f"unfinished: {outcome.reason}", output=output[-4000:], cpu_s=outcome.cpu_s)
+        # A process that the kernel has stopped at the limit counts here, since its parent has waited for it.
+        if limit is not None and outcome.cpu_s > limit.cpu_s - _CPU_PRECISION_S:
+            problem = f"unfinished: over {limit.cpu_s} s of CPU time"
+            return TestRun(problem=problem, output=output[-4000:], cpu_s=outcome.cpu_s)
         with tempfile.TemporaryDirectory() as scratch:
             try:
                 await sandbox.download(LOGS, Path(scratch), MAX_REPORT_BYTES)

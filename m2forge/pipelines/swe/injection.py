@@ -4,26 +4,25 @@ A mutation of a source file is tried in a sandbox. It is a bug if tests
 that passed three times without it fail with it, and no more than `MAX_BROKEN` of all: a fault that breaks everything
 teaches nothing. The candidate's base is the faulty tree without the test functions that failed; its golden patch undoes
 the fault, its test patch restores the functions. Both together make the release again, so the runs after the golden
-patch are those of the release: one set of them serves all bugs with the same targets.
+patch are those of the release, and three of them serve all bugs. The run in which the fault was tried is one of the
+three before the patch.
 """
 
 import ast
 import asyncio
 import random
 from collections.abc import Collection, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from m2forge.pipelines.stage import Rejection
 from m2forge.pipelines.swe import grammar
 from m2forge.pipelines.swe.candidate import Candidate, make_candidate
-from m2forge.pipelines.swe.environment import Runner, build, limit_s
+from m2forge.pipelines.swe.environment import MutantLimit, Runner, build, mutant_limit
 from m2forge.pipelines.swe.mutation import Mutation, functions, mutations
 from m2forge.pipelines.swe.toolchains.table import detect
 from m2forge.pipelines.swe.toolchains.toolchain import Environment, Outcomes, TestRun, Toolchain
 from m2forge.pipelines.swe.tree import Release, Tree
-from m2forge.protocols import Sandbox
 from m2forge.records import JsonValue
 from m2forge.tasks.folders.task_image import TaskImage
 
@@ -45,9 +44,12 @@ class Sound:
     toolchain: Toolchain
     environment: Environment
     image: TaskImage
-    passing: frozenset[str]
-    cpu_s: float
-    """CPU time of the longest run of all tests."""
+    runs: tuple[TestRun, ...]
+    """Three finished runs of all tests."""
+
+    @property
+    def passing(self) -> frozenset[str]:
+        return frozenset.intersection(*(frozenset(run.passed) for run in self.runs))
 
 
 async def prepare_release(package: str, release: Release, licence: str, runner: Runner) -> Sound | Rejection:
@@ -63,55 +65,67 @@ async def prepare_release(package: str, release: Release, licence: str, runner: 
         return built
     # A test that stands in a source file, or in its documentation, cannot be hidden.
     targets = _targets(places(toolchain, release.tree, sorted(built.run.passed)))
-    runs = [built.run, *(await _repeat(toolchain, built.image, targets, NUM_RUNS - 1, runner) if targets else ())]
+    if not targets:
+        return Rejection("no P2P", {"output": built.run.output[-3000:]})
+    repeated = await _repeat(toolchain, built.image, targets, NUM_RUNS - 1, runner)
+    runs = (restricted(built.run, targets), *repeated)
     if problem := next((run.problem for run in runs if run.problem is not None), None):
         return Rejection("unfinished", {"problem": problem})
-    passing = frozenset.intersection(*(frozenset(run.passed) for run in runs))
-    if not passing or not targets:
-        return Rejection("no P2P", {"output": built.run.output[-3000:]})
-    cpu_s = max(run.cpu_s for run in runs)
-    return Sound(package, release, licence, toolchain, built.environment, built.image, passing, cpu_s)
+    sound = Sound(package, release, licence, toolchain, built.environment, built.image, runs)
+    return sound if sound.passing else Rejection("no P2P", {"output": built.run.output[-3000:]})
 
 
 @dataclass(frozen=True, slots=True)
 class Bug:
     candidate: Candidate
+    before: tuple[TestRun, ...]
+    """Runs of the candidate's targets in the faulty tree with all tests."""
     after: tuple[TestRun, ...]
     """Runs of the candidate's targets in the release, which is the tree that its patches make."""
 
 
 async def inject(sound: Sound, num: int, runner: Runner, generator: random.Random) -> list[Bug]:
     """Up to `num` bugs, each with another fault."""
-    found: list[Candidate] = []
-    targets = _targets(sound.passing)
     faults = _faults(sound, generator, num * MAX_TRIES)
-    async with AsyncExitStack() as stack:
-        sandboxes = [await stack.enter_async_context(runner.opened(sound.image)) for _ in range(NUM_SANDBOXES)]
-        for start in range(0, len(faults), NUM_SANDBOXES):
-            tried = list(zip(sandboxes, faults[start:], strict=False))
-            runs = await asyncio.gather(*(_try(sound, sandbox, *fault, targets, runner) for sandbox, fault in tried))
-            for (_, (path, mutation)), run in zip(tried, runs, strict=True):
-                if (broken := broken_tests(sound.passing, run)) is not None:
-                    candidate = _candidate(sound, path, mutation, broken)
-                    found += [candidate] if isinstance(candidate, Candidate) else []
+    limit = await _limit(sound, faults[0][0], runner) if faults else mutant_limit(0.0)
+    waiting, found = iter(enumerate(faults)), dict[int, Bug]()
+
+    async def work() -> None:
+        for number, (path, mutation) in waiting:
+            mutant = mutation.apply(sound.release.tree[path].content.decode())
+            run = await _try(sound, path, mutant, runner, limit)
+            if (broken := broken_tests(sound.passing, run)) is not None:
+                candidate = _candidate(sound, path, mutation, broken)
+                if isinstance(candidate, Candidate):
+                    before, *after = (restricted(one, candidate.targets) for one in (run, *sound.runs))
+                    found[number] = Bug(candidate, (before,), tuple(after))
             if len(found) >= num:
-                break
-    after = {
-        chosen: await _repeat(sound.toolchain, sound.image, chosen, NUM_RUNS, runner)
-        for chosen in dict.fromkeys(candidate.targets for candidate in found[:num])
-    }
-    return [Bug(candidate, after[candidate.targets]) for candidate in found[:num]]
+                return
+
+    await asyncio.gather(*(work() for _ in range(NUM_SANDBOXES)))
+    # All faults before the last one were tried, so those that count are the first ones.
+    return [found[number] for number in sorted(found)[:num]]
 
 
-async def _try(
-    sound: Sound, sandbox: Sandbox, path: str, mutation: Mutation, targets: Sequence[str], runner: Runner
-) -> TestRun:
-    """Run the tests with one fault, which is undone."""
-    source = sound.release.tree[path].content.decode()
-    await sandbox.write(path, mutation.apply(source).encode())
-    run = await runner.run_in(sound.toolchain, sandbox, targets, timeout_s=limit_s(sound.cpu_s))
-    await sandbox.write(path, source.encode())
-    return run
+async def _limit(sound: Sound, path: str, runner: Runner) -> MutantLimit:
+    """The limit of runs with a fault. Where a compiler has the release's own files in its cache, a run with another
+    line end takes as long as one with a fault."""
+    runs = sound.runs
+    if sound.toolchain.is_compiled:
+        runs += (await _try(sound, path, sound.release.tree[path].content.decode() + "\n", runner),)
+    return mutant_limit(max(run.cpu_s for run in runs))
+
+
+async def _try(sound: Sound, path: str, text: str, runner: Runner, limit: MutantLimit | None = None) -> TestRun:
+    """Run the tests with another text of one file."""
+    async with runner.opened(sound.image) as sandbox:
+        await sandbox.write(path, text.encode())
+        return await runner.run_in(sound.toolchain, sandbox, _targets(sound.passing), limit=limit)
+
+
+def restricted(run: TestRun, targets: Sequence[str]) -> TestRun:
+    """The tests of these targets alone."""
+    return replace(run, tests={id: outcome for id, outcome in run.tests.items() if id.partition("::")[0] in targets})
 
 
 async def _repeat(

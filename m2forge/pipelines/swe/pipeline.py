@@ -229,7 +229,9 @@ class _Candidates(_Sandboxed):
         environment = _environment_data(sound.environment)
         return [
             _stored(bug.candidate.id, bug.candidate, context).adding(
-                environment=environment, after=context.put(_packed_runs(bug.after))
+                environment=environment,
+                before=context.put(_packed_runs(bug.before)),
+                after=context.put(_packed_runs(bug.after)),
             )
             for bug in found
         ]
@@ -296,8 +298,8 @@ class _Reward(_Sandboxed):
 
     def process(self, item: Item, context: Context) -> Passed | Rejection:
         candidate = _candidate(item, context)
-        known = _unpacked_runs(context.get(item.text("after"))) if "after" in item.data else ()
-        found = context.run(self._observe(candidate, _environment(item), known))
+        known = [_unpacked_runs(context.get(item.text(key))) if key in item.data else [] for key in ("before", "after")]
+        found = context.run(self._observe(candidate, _environment(item), *known))
         if isinstance(found, Rejection):
             return found
         kind = route(candidate, found)
@@ -315,9 +317,9 @@ class _Reward(_Sandboxed):
         return item.adding(candidate=candidate.to_dict(), observation=asdict(observation), goals=list[JsonValue](texts))
 
     async def _observe(
-        self, candidate: Candidate, environment: Environment, known_after: Sequence[TestRun]
+        self, candidate: Candidate, environment: Environment, before: Sequence[TestRun], after: Sequence[TestRun]
     ) -> Observation | Rejection:
-        return await observe(candidate, await self.runner.image(candidate, environment), self.runner, known_after)
+        return await observe(candidate, await self.runner.image(candidate, environment), self.runner, before, after)
 
 
 class _Consistency(Stage):

@@ -28,7 +28,7 @@ import tomli_w
 from m2forge.pipelines.stage import Rejection
 from m2forge.pipelines.swe import speed_tests
 from m2forge.pipelines.swe.candidate import Candidate, apply_to_tree, names_refactoring, twin_patch
-from m2forge.pipelines.swe.environment import Runner, apply_patch, limit_s
+from m2forge.pipelines.swe.environment import Runner, apply_patch, mutant_limit
 from m2forge.pipelines.swe.mutation import Mutation, mutations
 from m2forge.pipelines.swe.statement import Statement, missing_names
 from m2forge.pipelines.swe.toolchains.python import Python
@@ -69,7 +69,7 @@ class Observation:
     num_failing: int
     """Tests that fail after it too."""
     cpu_s: float = 0.0
-    """CPU time of the longest run after it."""
+    """CPU time of the longest run."""
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -77,13 +77,18 @@ class Observation:
 
 
 async def observe(
-    candidate: Candidate, image: TaskImage, runner: Runner, known_after: Sequence[TestRun] = ()
+    candidate: Candidate,
+    image: TaskImage,
+    runner: Runner,
+    known_before: Sequence[TestRun] = (),
+    known_after: Sequence[TestRun] = (),
 ) -> Observation | Rejection:
-    """`known_after`: runs of the same targets in the tree that the patches make, if there were any."""
+    """`known_before`, `known_after`: finished runs of the same tests, with the test patch alone and with both."""
     toolchain, targets = candidate.toolchain, candidate.targets
     both = (candidate.patch, candidate.test_patch)
-    after = known_after or [await runner.run(toolchain, image, both, targets) for _ in range(NUM_RUNS)]
-    before = [await runner.run(toolchain, image, both[1:], targets) for _ in range(NUM_RUNS)]
+    after = [await runner.run(toolchain, image, both, targets) for _ in range(NUM_RUNS - len(known_after))]
+    before = [await runner.run(toolchain, image, both[1:], targets) for _ in range(NUM_RUNS - len(known_before))]
+    after, before = [*after, *known_after], [*before, *known_before]
     for run in (*after, *before):
         if run.problem is not None and not (run in before and not run.tests and run.messages):
             return Rejection("unfinished", {"problem": run.problem, "output": run.output[-3000:]})
@@ -129,7 +134,7 @@ def compare(
         return Rejection("no F2P", counts)
     if not pass_to_pass:
         return Rejection("no P2P", counts)
-    cpu_s = max(run.cpu_s for run in after)
+    cpu_s = max(run.cpu_s for run in (*before, *after))
     return Observation(fail_to_pass, pass_to_pass, tuple(sorted(unstable)), before[0].messages, num_failing, cpu_s)
 
 
@@ -220,13 +225,17 @@ async def run_mutants(candidate: Candidate, observation: Observation, image: Tas
             if candidate.toolchain.is_source(path) and "version" not in path.rpartition("/")[2]:
                 sources[path] = (await sandbox.read(path, MAX_FILE_BYTES)).decode(errors="replace")
         for path, mutation in choose_mutants(sources, lines, candidate.id):
-            await sandbox.write(path, mutation.apply(sources[path]).encode())
+            mutant = mutation.apply(sources[path])
+            if _undoes(candidate, path, mutant) and any(id in observation.messages for id in observation.fail_to_pass):
+                killed += 1
+                continue
+            await sandbox.write(path, mutant.encode())
             run = await runner.run_in(
                 candidate.toolchain,
                 sandbox,
                 targets,
                 max_failures=observation.num_failing + 1,
-                timeout_s=limit_s(observation.cpu_s),
+                limit=mutant_limit(observation.cpu_s),
             )
             await sandbox.write(path, sources[path].encode())
             if (run.problem or "").startswith("unfinished") or is_uncompiled(run, observation, candidate.toolchain):
@@ -236,6 +245,12 @@ async def run_mutants(candidate: Candidate, observation: Observation, image: Tas
             else:
                 survived.append(f"{path}:{mutation.line}: {mutation.kind}")
     return Mutants(killed, tuple(survived), undecided)
+
+
+def _undoes(candidate: Candidate, path: str, mutant: str) -> bool:
+    """Whether a mutant is the tree before the golden patch, whose tests have run."""
+    is_alone = swe_tests.patched_files(candidate.patch) == [path]
+    return is_alone and path in candidate.base and candidate.base[path].content == mutant.encode()
 
 
 def choose_mutants(sources: Mapping[str, str], lines: Mapping[str, set[int]], seed: str) -> list[tuple[str, Mutation]]:

@@ -24,7 +24,7 @@ import tomli_w
 from m2forge.pipelines.stage import Rejection
 from m2forge.pipelines.swe import written_tests
 from m2forge.pipelines.swe.candidate import Candidate, apply_to_tree
-from m2forge.pipelines.swe.environment import Runner, apply_patch, limit_s
+from m2forge.pipelines.swe.environment import Runner, apply_patch, mutant_limit
 from m2forge.pipelines.swe.mutation import Mutation
 from m2forge.pipelines.swe.statement import CLOSING, Statement, best_text, clean, introduction
 from m2forge.pipelines.swe.structure import definitions
@@ -228,7 +228,7 @@ async def _killed(
             return Rejection("no new test", {"tests": len(passed)})
         for path, mutation in chosen:
             await sandbox.write(path, mutation.apply(sources[path]).encode())
-            run = await runner.run_in(candidate.toolchain, sandbox, files, timeout_s=limit_s(sound.cpu_s))
+            run = await runner.run_in(candidate.toolchain, sandbox, files, limit=mutant_limit(sound.cpu_s))
             await sandbox.write(path, sources[path].encode())
             # Without a report the test runner itself did not start: no single test has found the fault.
             if run.problem is not None or not sees(_plain(run), new):

@@ -1,5 +1,6 @@
 """Runs of tests: what reports decide. The build model repairs what rules could not, by a scripted endpoint."""
 
+import asyncio
 import json
 import sqlite3
 from collections.abc import Sequence
@@ -15,9 +16,10 @@ from m2forge.pipelines.stage import Pipeline
 from m2forge.pipelines.store import StageYield
 from m2forge.pipelines.swe import pipeline
 from m2forge.pipelines.swe.config import BuildModelConfig, RepositoryConfig, SweConfig
-from m2forge.pipelines.swe.environment import read_report
+from m2forge.pipelines.swe.environment import MutantLimit, Runner, read_report
 from m2forge.pipelines.swe.toolchains import python
 from m2forge.pipelines.swe.toolchains.toolchain import Environment, Outcomes, TestRun, Toolchain
+from m2forge.sandbox.config import SandboxConfig
 from m2forge.tasks.folders.task_image import TaskImage
 from tests.pipelines.endpoint import Endpoint, completion, serving
 from tests.pipelines.swe import projects
@@ -51,6 +53,25 @@ def test_a_report_gives_the_ids_of_the_files_that_were_run() -> None:
 @pytest.mark.parametrize("report", [b"", b"<testsuites/>", b"<!DOCTYPE a [<!ENTITY b 'c'>]><testsuites/>", b"<cut"])
 def test_a_report_without_tests_decides_nothing(report: bytes) -> None:
     assert read_report(python.Python(), report, ["tests/test_a.py"]).problem is not None
+
+
+class Looping(python.Python):
+    """A child process that never ends, and a runner that reports something all the same."""
+
+    def command(self, targets: Sequence[str], max_failures: int | None = None) -> tuple[str, ...]:
+        script = 'sh -c "while :; do :; done"; echo "<testsuites/>" >"$TEST_REPORT"'
+        return ("sh", "-c", script)
+
+
+def test_a_mutant_that_never_ends_decides_nothing() -> None:
+    async def run() -> TestRun:
+        runner = Runner(SandboxConfig(), "host", 60.0)
+        async with runner.opened(TaskImage("host")) as sandbox:
+            return await runner.run_in(Looping(), sandbox, (), limit=MutantLimit(timeout_s=60.0, cpu_s=1))
+
+    found = asyncio.run(run())
+    assert found.problem == "unfinished: over 1 s of CPU time"
+    assert 0.9 < found.cpu_s < 5
 
 
 # -- repair by a model -------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from m2forge.pipelines.swe import injection
-from m2forge.pipelines.swe.environment import Runner
-from m2forge.pipelines.swe.injection import Sound, broken_tests, inject, without_functions, without_tests
+from m2forge.pipelines.swe.environment import MutantLimit, Runner
+from m2forge.pipelines.swe.injection import Sound, broken_tests, inject, restricted, without_functions, without_tests
 from m2forge.pipelines.swe.pipeline import _packed_runs, _unpacked_runs
 from m2forge.pipelines.swe.task import NUM_RUNS, Observation, observe
 from m2forge.pipelines.swe.toolchains.python import Python
@@ -119,17 +119,24 @@ class Scripted:
         return TestRun({TOTAL: P if is_fixed else F, FIRST: P}, cpu_s=0.5)
 
 
-def test_known_runs_of_the_release_decide_as_new_ones_do() -> None:
+def test_known_runs_decide_as_new_ones_do() -> None:
     runner, image = Scripted(), TaskImage("host")
     candidate = projects.candidate()
     plain = asyncio.run(observe(candidate, image, cast("Runner", runner)))
     assert isinstance(plain, Observation)
     assert (runner.num_runs, plain.pass_to_pass) == (2 * NUM_RUNS, (FIRST,))
     after = [asyncio.run(runner.run(candidate.toolchain, image, (), candidate.targets)) for _ in range(NUM_RUNS)]
+    before = asyncio.run(runner.run(candidate.toolchain, image, (candidate.test_patch,), candidate.targets))
     runner.num_runs = 0
-    known = _unpacked_runs(_packed_runs(after))
-    assert asyncio.run(observe(candidate, image, cast("Runner", runner), known)) == plain
-    assert runner.num_runs == NUM_RUNS
+    known = (_unpacked_runs(_packed_runs([before])), _unpacked_runs(_packed_runs(after)))
+    assert asyncio.run(observe(candidate, image, cast("Runner", runner), *known)) == plain
+    assert runner.num_runs == NUM_RUNS - 1
+
+
+def test_a_run_of_more_targets_serves_for_fewer() -> None:
+    other = "tests/test_other.py::test_first"
+    run = TestRun({FIRST: P, other: F}, cpu_s=0.5)
+    assert restricted(run, ("tests/test_sums.py",)) == TestRun({FIRST: P}, cpu_s=0.5)
 
 
 class Kept:
@@ -148,7 +155,7 @@ class Executing(Scripted):
     async def opened(self, image: TaskImage) -> AsyncIterator[Kept]:
         yield Kept()
 
-    async def run_in(self, toolchain: Toolchain, sandbox: Kept, targets: Sequence[str], timeout_s: float) -> TestRun:
+    async def run_in(self, toolchain: Toolchain, sandbox: Kept, targets: Sequence[str], limit: MutantLimit) -> TestRun:
         module: dict[str, Any] = {}
         exec(sandbox.text, module)
         outcomes = {}
@@ -165,8 +172,8 @@ class Executing(Scripted):
 def test_bugs_do_not_depend_on_how_many_are_tried_at_once(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
     release = projects.release({**projects.NEW, "setup.py": ""}, "1.1")
     environment = Environment("python", (), (), "3.11")
-    passing = frozenset({FIRST, TOTAL})
-    sound = Sound("sums", release, "MIT", Python(), environment, TaskImage("host"), passing, 0.1)
+    runs = (TestRun({FIRST: P, TOTAL: P}),) * NUM_RUNS
+    sound = Sound("sums", release, "MIT", Python(), environment, TaskImage("host"), runs)
     found = []
     for num_sandboxes in (1, 2, 5):
         monkeypatch.setattr(injection, "NUM_SANDBOXES", num_sandboxes)

@@ -1,6 +1,15 @@
 """Gates of tasks: F2P and P2P, routes, and mutants of changed lines."""
 
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import cast
+
+import pytest
+
 from m2forge.pipelines.stage import Rejection
+from m2forge.pipelines.swe.environment import MutantLimit, Runner
 from m2forge.pipelines.swe.mutation import mutations
 from m2forge.pipelines.swe.task import (
     MAX_MUTANTS,
@@ -13,10 +22,14 @@ from m2forge.pipelines.swe.task import (
     is_killed,
     is_uncompiled,
     route,
+    run_mutants,
 )
 from m2forge.pipelines.swe.toolchains.go import Go
 from m2forge.pipelines.swe.toolchains.python import Python
-from m2forge.pipelines.swe.toolchains.toolchain import Outcomes, TestRun
+from m2forge.pipelines.swe.toolchains.toolchain import Outcomes, TestRun, Toolchain
+from m2forge.protocols import Captured, Command, Outcome, OutcomeReason
+from m2forge.tasks.folders.folder import FolderFile
+from m2forge.tasks.folders.task_image import TaskImage
 from tests.pipelines.swe import projects
 
 P, F, S = Outcomes.PASSED, Outcomes.FAILED, Outcomes.SKIPPED
@@ -103,3 +116,50 @@ def test_three_of_five_mutants_must_die() -> None:
     assert Mutants(3, ("a", "b"), 7).is_enough
     assert not Mutants(1, ("a",), 0).is_enough
     assert Mutants(0, (), 2).is_enough
+
+
+class Patched:
+    """A sandbox with the tree that the golden patch makes."""
+
+    async def run(self, command: Command) -> Outcome:
+        return Outcome(OutcomeReason.EXITED, 0, Captured(), Captured(), 0.0, 0.0)
+
+    async def read(self, path: str, max_bytes: int) -> bytes:
+        return projects.FIXED.encode()
+
+    async def write(self, path: str, content: bytes) -> None:
+        self.text = content.decode()
+
+
+class Surviving:
+    """A runner that records the mutants whose tests it runs; none dies."""
+
+    def __init__(self) -> None:
+        self.mutants = list[str]()
+
+    @asynccontextmanager
+    async def opened(self, image: TaskImage) -> AsyncIterator[Patched]:
+        yield Patched()
+
+    async def run_in(
+        self, toolchain: Toolchain, sandbox: Patched, targets: Sequence[str], *, max_failures: int, limit: MutantLimit
+    ) -> TestRun:
+        self.mutants.append(sandbox.text)
+        return TestRun({"tests/test_sums.py::t": P})
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_the_mutant_that_undoes_the_patch_has_run_before(is_alone: bool) -> None:
+    base = projects.FIXED.replace("return sum(numbers)", "return None")
+    candidate = projects.candidate()
+    change = "-    return None\n+    return sum(numbers)\n"
+    patch = f"--- a/sums.py\n+++ b/sums.py\n@@ -1,2 +1,2 @@\n def total(numbers):\n{change}"
+    other = "" if is_alone else patch.replace("sums.py", "more.py")
+    candidate = replace(candidate, base={**candidate.base, "sums.py": FolderFile(base.encode())}, patch=patch + other)
+    failed = {"tests/test_sums.py::t": "assert None == 6"}
+    observation = Observation(("tests/test_sums.py::t",), ("tests/test_sums.py::p",), (), failed, 0)
+    runner = Surviving()
+    mutants = asyncio.run(run_mutants(candidate, observation, TaskImage("host"), cast("Runner", runner)))
+    assert (base in runner.mutants) is not is_alone
+    assert mutants.killed == int(is_alone)
+    assert len(mutants.survived) == len(runner.mutants)

@@ -1,5 +1,8 @@
 """C: CMake, automake or a Makefile, built once in the image; `c_suite` says how its tests run.
 
+The image configures the project before it has its sources: from its other files, with sources that are empty. Trees
+that differ in sources alone, such as those of injected bugs, share that layer.
+
 All tests of a project are one target, since its build files list them. A program that a build file outside of the tests
 lists is not found by `locate` unless a test file has its name.
 
@@ -11,6 +14,7 @@ source too, it stays in the golden patch, and the tests that it alone lists are 
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from m2forge.pipelines.swe.toolchains import c_suite
@@ -27,12 +31,16 @@ _LISTS_TESTS = re.compile(
 )
 _GLOBS = re.compile(r"\bGLOB|\$\(wildcard ", re.IGNORECASE)
 """A build file that takes all files of a folder."""
+_SOURCES = (".c", ".cc", ".cpp", ".cxx")
 _DOCKERFILE = """FROM {base}
 COPY suite /opt/suite
+COPY unconfigured /opt/unconfigured
 RUN mkdir -p {cache} && chown {user}:{user} {cache}
+WORKDIR /opt/unconfigured
+USER {user}
+RUN python3 -s {program} {cache}/build --configure
 COPY --chown={user}:{user} testbed {testbed}
 WORKDIR {testbed}
-USER {user}
 RUN {commit}
 RUN python3 -s {program} {cache}/build --build
 """
@@ -84,6 +92,10 @@ class C(Toolchain):
         own = {
             "Dockerfile": FolderFile(dockerfile.encode()),
             f"suite/{PurePosixPath(PROGRAM).name}": FolderFile(Path(c_suite.__file__).read_bytes()),
+        }
+        own |= {
+            f"unconfigured/{path}": replace(file, content=b"") if path.endswith(_SOURCES) else file
+            for path, file in release.tree.items()
         }
         return own | testbed(release.tree)
 

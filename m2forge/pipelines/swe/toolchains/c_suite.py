@@ -1,6 +1,6 @@
 """Builds a C project and runs its tests, one after another: a repository in, the report of its test programs out.
 
-    c_suite.py FOLDER [--build]
+    c_suite.py FOLDER [--configure | --build]
 
 The repository, the current folder, is copied to FOLDER, and only files that changed since the last copy are
 written there, so that compilers do only what a change needs and the repository stays clean. The project's own build
@@ -12,6 +12,7 @@ files say how its tests run:
 
 The report is written to the path in TEST_REPORT, JSON Lines: {target, name, outcome, output} for a test program, and
 {target, broken} where something could not be built; tests that could be built run all the same. --build: no test runs.
+--configure: nothing is compiled either; what fails then is left to the build.
 
 It imports the standard library alone, because images carry a copy of this file.
 """
@@ -119,12 +120,17 @@ def steps(*commands: Sequence[str], cwd: Path) -> str | None:
 # -- CMake ------------------------------------------------------------------------------------------------------------
 
 
-def build_cmake(folder: Path, changed: Sequence[str]) -> Iterator[Record]:
+def configure_cmake(folder: Path) -> str | None:
     out = folder.with_name("cmake")
     texts = [path.read_text(errors="replace") for path in folder.rglob("*") if path.name in CMAKE_FILES]
     options = sorted({name for text in texts for name in CMAKE_OPTION.findall(text)} | {"BUILD_TESTING"})
     set_options = [f"-D{name}=ON" for name in options if not re.search("VALGRIND|COVERAGE|FUZZ|SANIT", name, re.I)]
-    failed = steps(("cmake", "-S", str(folder), "-B", str(out), "-DCMAKE_BUILD_TYPE=Debug", *set_options), cwd=folder)
+    return steps(("cmake", "-S", str(folder), "-B", str(out), "-DCMAKE_BUILD_TYPE=Debug", *set_options), cwd=folder)
+
+
+def build_cmake(folder: Path, changed: Sequence[str]) -> Iterator[Record]:
+    out = folder.with_name("cmake")
+    failed = configure_cmake(folder)
     if failed is not None:
         yield broken(failed)
         return
@@ -157,9 +163,13 @@ def test_cmake(folder: Path) -> Iterator[Record]:
 # -- automake ---------------------------------------------------------------------------------------------------------
 
 
+def configure_automake(folder: Path) -> str | None:
+    return steps(("autoreconf", "-fi"), ("./configure",), cwd=folder)
+
+
 def build_automake(folder: Path, changed: Sequence[str]) -> Iterator[Record]:
     if not (folder / "Makefile").is_file() or any(BUILD_FILES.search(name) for name in changed):
-        failed = steps(("autoreconf", "-fi"), ("./configure",), cwd=folder)
+        failed = configure_automake(folder)
         if failed is not None:
             yield broken(failed)
             return
@@ -193,6 +203,10 @@ def test_automake(folder: Path) -> Iterator[Record]:
 # -- make -------------------------------------------------------------------------------------------------------------
 
 
+def configure_make(folder: Path) -> str | None:
+    """Nothing to do."""
+
+
 def build_make(folder: Path, changed: Sequence[str]) -> Iterator[Record]:
     status, output = make(cwd=folder)
     if status:
@@ -215,16 +229,24 @@ def test_make(folder: Path) -> Iterator[Record]:
 # -- main -------------------------------------------------------------------------------------------------------------
 
 SYSTEMS = {
-    "cmake": (build_cmake, test_cmake),
-    "automake": (build_automake, test_automake),
-    "make": (build_make, test_make),
+    "cmake": (configure_cmake, build_cmake, test_cmake),
+    "automake": (configure_automake, build_automake, test_automake),
+    "make": (configure_make, build_make, test_make),
 }
+
+
+def configure(source: Path, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    copy_changes(source, folder)
+    if SYSTEMS[build_system(folder)][0](folder) is not None:
+        for path in folder.parent.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def main(source: Path, folder: Path, report: Path | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     changed = copy_changes(source, folder)
-    build, test = SYSTEMS[build_system(folder)]
+    _, build, test = SYSTEMS[build_system(folder)]
     records = list(build(folder, changed))
     if records:
         remove_linked(folder.parent)
@@ -237,4 +259,7 @@ def main(source: Path, folder: Path, report: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    main(Path.cwd(), Path(sys.argv[1]), None if "--build" in sys.argv else Path(os.environ["TEST_REPORT"]))
+    if "--configure" in sys.argv:
+        configure(Path.cwd(), Path(sys.argv[1]))
+    else:
+        main(Path.cwd(), Path(sys.argv[1]), None if "--build" in sys.argv else Path(os.environ["TEST_REPORT"]))

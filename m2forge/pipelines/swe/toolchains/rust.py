@@ -8,7 +8,7 @@ A target is a file that cargo makes a test program of, and `doc` for the example
 A test's id is `tests/sums.rs::module::name`. Each target is compiled and run by itself: cargo runs no test at all if
 one program does not compile. Tests inside of source files and examples count as P2P alone, since a patch of the source
 brings them. The image holds a target folder with the compiled base tree. Cargo goes by the time of files, and not by
-their content, so a run first touches them.
+their content, so a run first touches those whose content is not what was compiled last.
 """
 
 import posixpath
@@ -33,7 +33,14 @@ _VARIABLES = {
     "CARGO_TARGET_DIR": f"{CACHE}/target",
     "RUST_BACKTRACE": "0",
 }
-_SCRIPT = """find . -path ./.git -prune -o -path ./vendor -prune -o -type f -exec touch -c {} +
+_TOUCH = (
+    'list=${CARGO_TARGET_DIR:-target}/files; mkdir -p "${list%/*}"; '
+    r"find . \( -path ./.git -o -path ./vendor -o -path ./target \) -prune -o -type f -exec sha256sum {} + "
+    '| LC_ALL=C sort >"$list.new"; touch "$list"; LC_ALL=C comm -13 "$list" "$list.new" | cut -c67- '
+    '| while IFS= read -r name; do touch -c "$name"; done; mv "$list.new" "$list"'
+)
+"""Touches files that differ from the list of the last time, and writes the list: SHA-256 and name."""
+_SCRIPT = f"""{_TOUCH}
 is_whole=$1; shift
 while [ $# -gt 0 ]; do
     echo "@target $1"
@@ -66,7 +73,7 @@ class Rust(Toolchain):
         return Environment(self.name, (), (), version)
 
     def files(self, package: str, release: Release, environment: Environment) -> dict[str, FolderFile]:
-        warm = "cargo test --offline --workspace --no-run"
+        warm = f"{_TOUCH}; cargo test --offline --workspace --no-run"
         return {"Dockerfile": dockerfile(("cargo", "rustc", "cc"), _VARIABLES, warm), **testbed(release.tree)}
 
     def command(self, targets: Sequence[str], max_failures: int | None = None) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from m2forge.pipelines.swe.task import Observation, hidden_alone
 from m2forge.pipelines.swe.toolchains import c_suite
 from m2forge.pipelines.swe.toolchains.c import C, without_generated
 from m2forge.pipelines.swe.toolchains.table import detect
+from m2forge.pipelines.swe.toolchains.toolchain import Environment
 from m2forge.tasks.folders.folder import FolderFile
 from m2forge.tasks.folders.suite_tests import parse
 from m2forge.tasks.folders.swe_tests import patched_files
@@ -45,10 +46,13 @@ def write(folder: Path, files: Mapping[str, str]) -> None:
         (folder / name).write_text(text)
 
 
+def suite(tmp_path: Path) -> list[str]:
+    return [sys.executable, str(Path(c_suite.__file__)), str(tmp_path / "cache" / "build")]
+
+
 def run_suite(tmp_path: Path) -> bytes:
     report = tmp_path / "report"
-    command = [sys.executable, str(Path(c_suite.__file__)), str(tmp_path / "cache" / "build")]
-    subprocess.run(command, cwd=tmp_path / "tree", env={**os.environ, "TEST_REPORT": str(report)}, check=True)
+    subprocess.run(suite(tmp_path), cwd=tmp_path / "tree", env={**os.environ, "TEST_REPORT": str(report)}, check=True)
     return report.read_bytes()
 
 
@@ -66,6 +70,38 @@ def test_a_program_that_no_longer_compiles_fails_alone(tmp_path: Path, system: s
     assert second.tests[f"check::{one}"] == "passed"
     assert f"check::{two}" not in second.tests
     assert "missing" in second.messages["check"]
+
+
+@pytest.mark.slow
+def test_a_tree_is_configured_without_its_sources(tmp_path: Path) -> None:
+    files, programs, _ = PROJECTS["automake"]
+    if missing := [name for name in ("gcc", "make", *programs) if shutil.which(name) is None]:
+        pytest.skip(f"needs {missing[0]}")
+    files = {**files, "tests/one.c": GOOD, "tests/two.c": GOOD}
+    image = C().files("sums", projects.release(files), Environment("c", (), (), "12"))
+    write(
+        tmp_path / "tree",
+        {
+            name.removeprefix("unconfigured/"): file.content.decode()
+            for name, file in image.items()
+            if name.startswith("unconfigured/")
+        },
+    )
+    assert (tmp_path / "tree" / "tests/one.c").read_text() == ""
+    subprocess.run([*suite(tmp_path), "--configure"], cwd=tmp_path / "tree", check=True)
+    makefile = tmp_path / "cache" / "build" / "Makefile"
+    configured_ns = makefile.stat().st_mtime_ns
+    write(tmp_path / "tree", files)
+    found = parse("programs", run_suite(tmp_path), ["check"])
+    assert found.tests == {"check::one": "passed", "check::two": "passed"}
+    assert makefile.stat().st_mtime_ns == configured_ns
+
+
+def test_what_needs_sources_to_configure_is_left_to_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "tree", PROJECTS["automake"][0])
+    monkeypatch.setattr(c_suite, "steps", lambda *commands, cwd: "configure: error: cannot find sources")
+    c_suite.configure(tmp_path / "tree", tmp_path / "cache" / "build")
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_a_tree_is_c_if_a_build_file_builds_it() -> None:

@@ -65,6 +65,31 @@ def test_crates_of_others_must_be_vendored() -> None:
     assert Rust().environment(vendored, "1.63", (), NO_EDITS).toolchain == "rust"
 
 
+def test_only_files_that_changed_are_touched(tmp_path: Path) -> None:
+    for path, text in FILES.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    env = {
+        **os.environ,
+        "TEST_REPORT": str(tmp_path.parent / "report"),
+        "CARGO_TARGET_DIR": str(tmp_path.parent / "out"),
+    }
+
+    def touched() -> set[str]:
+        for path in FILES:
+            os.utime(tmp_path / path, (1, 1))
+        subprocess.run(Rust().command(()), cwd=tmp_path, env=env, check=True)
+        return {path for path in FILES if (tmp_path / path).stat().st_mtime > 1}
+
+    assert touched() == set(FILES)
+    assert touched() == set()
+    (tmp_path / "src/lib.rs").write_text("pub fn b() {}\n")
+    assert touched() == {"src/lib.rs"}
+    assert touched() == set()
+    (tmp_path / "src/lib.rs").write_text(FILES["src/lib.rs"])
+    assert touched() == {"src/lib.rs"}
+
+
 @pytest.mark.slow
 def test_programs_that_compile_run_beside_one_that_does_not(tmp_path: Path) -> None:
     if any(shutil.which(name, path="/usr/bin") is None for name in ("cargo", "rustc", "cc")):
