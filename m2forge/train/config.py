@@ -248,8 +248,6 @@ class MachineConfig(Config):
             raise ValueError('mesh.shard runs blocks uncompiled; set compile_blocks to "auto" or "never"')
         if self.walk is not None and self.recompute != "walk":
             raise ValueError(f'walk: recompute is "{self.recompute}"; set recompute = "walk" or leave [walk] out')
-        if self.recompute == "walk" and self.mesh.is_sharded:
-            raise ValueError('recompute = "walk" does not run with mesh.shard above 1; use replicate alone')
         return self
 
     @property

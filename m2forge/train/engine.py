@@ -41,7 +41,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ from m2forge.train.config import MTPLoss, OptimizerConfig, PolicyConfig, RouterB
 from m2forge.train.loss.next_token import draft_agreement, next_token_loss
 from m2forge.train.loss.policy import policy_loss
 from m2forge.train.optimizer import Norms, Optimizer
-from m2forge.train.parallel import SINGLE_RANK, Ranks
+from m2forge.train.parallel import SINGLE_RANK, Ranks, sharded_modules
 from m2forge.train.step_metrics import PolicySums, RowSums, StepCounts, TokenLogprobs
 from m2forge.train.walk import MicroBatches, RowSegments, TreeSegments, TreeWalk, Walk, WholePack
 from m2forge.tree.build import Problem
@@ -125,6 +125,7 @@ class StepReport(PendingMetrics):
 
 
 _PackT = TypeVar("_PackT")
+_ToRun: TypeAlias = Sequence[MicroBatches[Batch]] | Sequence[MicroBatches[TreeBatch]]
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,7 @@ class TrainEngine:
         )
         sums = RowSums(self.tag_names, len(self.model.mtp), self.device)
         to_run = [self._row_batches(pack, pack_tokens) for pack in self._begin(packs)]
+        to_run += [self._row_batches(None, None)] * self._num_missing(to_run)
         totals = self._step_totals(to_run, num_tokens)
         most_edges = 0
 
@@ -286,6 +288,7 @@ class TrainEngine:
             return StepReport({}, _token_figures(counts), problems, TokenLogprobs((), (), ()))
         sums = PolicySums(self.policy, self._num_drafts(), self.device, version)
         to_run = [self._tree_batches(pack, counts.weight) for pack in self._begin(packs)]
+        to_run += [self._tree_batches(None, counts.weight)] * self._num_missing(to_run)
         totals = self._step_totals(to_run, counts.num_input_tokens)
 
         def train(batch: TreeBatch) -> Tensor | None:
@@ -365,12 +368,22 @@ class TrainEngine:
         self.model.freeze_learnt_biases(self.router_bias == "frozen")
         return [*packs, *[None] * (self.ranks.max_int(len(packs)) - len(packs))]
 
-    def _step_totals(
-        self, to_run: Sequence[MicroBatches[Batch]] | Sequence[MicroBatches[TreeBatch]], num_tokens: float
-    ) -> _StepTotals:
-        """Runs all packs forward first if the balance loss needs the loads of several batches."""
+    @property
+    def _walks_in_step(self) -> bool:
+        """Whether ranks that shard a model walk: all must run forward, and backward, at the same time."""
+        return self.walk is not None and bool(sharded_modules(self.model))
+
+    def _num_missing(self, to_run: _ToRun) -> int:
+        """Number of blank batches that this rank runs in addition, because another rank has more segments."""
+        num_batches = sum(micro.num_batches for micro in to_run)
+        return self.ranks.max_int(num_batches) - num_batches if self._walks_in_step else 0
+
+    def _step_totals(self, to_run: _ToRun, num_tokens: float) -> _StepTotals:
+        """Runs all packs forward first if the balance loss needs the loads of several batches, or other ranks do so."""
         moe, num_batches = self.model.config.moe, sum(micro.num_batches for micro in to_run)
-        if moe is None or moe.aux_loss_weight == 0 or (num_batches == 1 and self.ranks.num_ranks == 1):
+        is_alone = num_batches == 1 and self.ranks.num_ranks == 1
+        balances = moe is not None and moe.aux_loss_weight > 0 and not is_alone
+        if not balances and not self._walks_in_step:
             return _StepTotals(num_batches, num_tokens)
         with torch.no_grad():
             loads = (load_LE for micro in to_run for load_LE in micro.loads())

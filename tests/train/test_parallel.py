@@ -21,7 +21,7 @@ from m2forge.model.lora import attach
 from m2forge.model.transformer import Transformer
 from m2forge.records import Call, FinishReason, Pack
 from m2forge.train.checkpoint import CheckpointStore, load_checkpoint_model, restore
-from m2forge.train.config import CheckpointConfig, MeshConfig, OptimizerConfig, PolicyConfig
+from m2forge.train.config import CheckpointConfig, MeshConfig, OptimizerConfig, PolicyConfig, WalkConfig
 from m2forge.train.engine import TrainEngine
 from m2forge.train.parallel import (
     SINGLE_RANK,
@@ -57,6 +57,8 @@ class Case:
     kind: Literal["adamw", "muon"] = "adamw"
     offload: Literal["none", "host"] = "none"
     recompute: Literal["none", "block"] = "none"
+    walk: WalkConfig | None = None
+    """How the ranks walk; one process runs whole packs."""
     frozen: bool = False
     lora: LoRAConfig | None = None
     moe: Mapping[str, object] = field(default_factory=dict)
@@ -73,6 +75,7 @@ class Case:
 
 LEARNT_BIAS = {"bias_update": "gradient", "aux_loss_weight": 0.1}
 ADAPTERS = LoRAConfig(rank=2, targets=("q_proj", "v_proj", r"w[123]"))
+WALK = WalkConfig(segment_tokens=4)
 CASES = {
     "replicated": Case(REPLICATED, num_steps=4, moe={"aux_loss_weight": 0.1}),
     "sharded": Case(num_steps=4, moe={"aux_loss_weight": 0.1}),
@@ -85,6 +88,9 @@ CASES = {
     "sharded, learnt bias, frozen main model": Case(moe=LEARNT_BIAS, frozen=True),
     "replicated, adapters, over trees": Case(REPLICATED, "trees", lora=ADAPTERS),
     "sharded, adapters, recomputed": Case(recompute="block", lora=ADAPTERS, kind="muon"),
+    "replicated, walk over trees": Case(REPLICATED, "trees", walk=WALK),
+    "sharded, walk over trees": Case(over="trees", walk=WALK),
+    "sharded, walk, recomputed": Case(walk=WALK, recompute="block", moe={"aux_loss_weight": 0.1}),
 }
 BOTH = MeshConfig(replicate=2, shard=2)
 CASES_OF_FOUR = {
@@ -172,6 +178,7 @@ def make_engine(case: Case, ranks: Ranks, model: Transformer | None = None) -> T
         policy=policy,
         offload=case.offload,
         router_bias="balanced" if case.over == "rows" else "frozen",
+        walk=case.walk if isinstance(ranks, ProcessRanks) else None,
     )
 
 
