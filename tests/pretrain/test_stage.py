@@ -26,6 +26,7 @@ from m2forge.train.config import PhaseConfig
 from m2forge.train.loop import Prefetch, Prefetched
 from tests.forked import start_command
 from tests.pretrain.small import NETWORK, make_config, write_corpus, write_numbered
+from tests.train.walk_step import walks_counted
 
 NUM_KILLS = 12 if os.environ.get("M2FORGE_LONG") == "1" else 3
 
@@ -84,6 +85,22 @@ def test_frozen_phase_trains_the_modules_alone(corpus: Path, tmp_path: Path) -> 
     main = {name: weight for name, weight in before.state_dict().items() if not name.startswith("mtp.")}
     assert all(torch.equal(weight, state[name]) for name, weight in main.items())
     assert not torch.equal(state["mtp.0.projection.weight"], state["mtp.1.projection.weight"])
+
+
+def test_a_walk_trains_as_whole_packs_do(corpus: Path, runs: Path, tmp_path: Path) -> None:
+    machine: dict[str, TomlValue] = {"device": "cpu", "num_threads": 1}
+    walk: dict[str, TomlValue] = {"recompute": "walk", "walk": {"segment_tokens": 20, "stack": "host"}}
+    config = make_config(corpus, train={"machine": machine | walk})
+    with walks_counted() as counted:
+        run_pretrain(config.model_copy(update={"phases": config.phases[:1]}), tmp_path)
+    expected = read_metrics(runs / "small" / "metrics.jsonl")[:6]
+    found = read_metrics(tmp_path / "small" / "metrics.jsonl")
+    # Packs of 64 tokens in documents of 32 make four segments or more.
+    assert counted.num_segments > 3 * counted.num_walks == 3 * 12
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in ("loss", "mtp_loss/1", "grad_norm"):
+            # Float32, in other sums; the weights of six steps carry it on.
+            assert ours.values[name] == pytest.approx(theirs.values[name], rel=2e-3)
 
 
 def test_checkpoints_are_kept_to_the_number_asked(runs: Path) -> None:

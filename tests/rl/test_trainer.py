@@ -33,6 +33,7 @@ from m2forge.train.position import Position
 from m2forge.train.run_dir import CONFIG_FILE
 from tests.forked import start
 from tests.rl.scene import fill_pool, make_config, make_model
+from tests.train.walk_step import walks_counted
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +91,22 @@ def test_router_biases_stay_unless_the_run_balances_them(model: Path, tmp_path: 
     biases = [name for name in before if name.endswith("router.bias")]
     assert biases
     assert all(torch.equal(before[name], after[name]) == (router_bias == "frozen") for name in biases)
+
+
+def test_a_walk_trains_as_whole_packs_do(model: Path, tmp_path: Path) -> None:
+    losses = {}
+    for recompute in ("none", "walk"):
+        walk = {"walk": {"segment_tokens": 4}} if recompute == "walk" else {}
+        machine = {"num_threads": 1, "recompute": recompute} | walk
+        config = make_config(model, num_steps=2, train={"machine": machine})
+        folder = tmp_path / recompute
+        with open_pool(config, folder) as pool, walks_counted() as counted:
+            fill_pool(pool, 4, 2)
+            Trainer(folder, config).run()
+        assert (counted.num_segments > counted.num_walks > 0) == (recompute == "walk")
+        losses[recompute] = [step.values["loss"] for step in read_metrics(folder / "metrics.jsonl")]
+    # Float32, in other sums.
+    assert losses["walk"] == pytest.approx(losses["none"], rel=1e-4)
 
 
 def test_adapters_are_published_and_training_goes_on(model: Path, tmp_path: Path) -> None:

@@ -25,12 +25,13 @@ from m2forge.sft.synthetic import write_jsonl
 from m2forge.text.template import TemplateFormat
 from m2forge.text.tokenizer import load_tokenizer
 from m2forge.train import loop
-from m2forge.train.config import CheckpointConfig, Curve
+from m2forge.train.config import CheckpointConfig, Curve, MachineConfig, WalkConfig
 from m2forge.train.engine import PendingMetrics, TrainEngine
 from m2forge.train.loop import TokenCost, TrainLoop
 from tests.sft.sample import chat_format
 from tests.sft.start import write_start
 from tests.text.own_template import QWEN, tokenizer_of
+from tests.train.walk_step import walks_counted
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +154,18 @@ def test_tokens_per_second_and_mfu_count_no_padding(
         assert num_tokens < len(given) * config.pack_tokens
         assert step.values["tokens_per_s"] == pytest.approx(num_tokens / 2)
         assert step.values["mfu"] == pytest.approx(cost.training_flops(given) / 2e9)
+
+
+def test_a_walk_trains_as_whole_packs_do(config: SFTConfig, runs: Path, tmp_path: Path) -> None:
+    machine = MachineConfig(device="cpu", num_threads=1, recompute="walk", walk=WalkConfig(segment_tokens=250))
+    train = config.train.model_copy(update={"machine": machine})
+    with walks_counted() as counted:
+        run_sft(config.model_copy(update={"train": train}), tmp_path)
+    assert counted.num_segments > counted.num_walks > 0
+    found, expected = (read_metrics(folder / "small" / "metrics.jsonl") for folder in (tmp_path, runs))
+    for ours, theirs in zip(found, expected, strict=True):
+        # Float32, in other sums.
+        assert ours.values["loss"] == pytest.approx(theirs.values["loss"], rel=2e-3)
 
 
 def test_a_hundred_steps_at_learning_rate_0_change_no_weight(config: SFTConfig, tmp_path: Path) -> None:

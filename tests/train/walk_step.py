@@ -1,8 +1,11 @@
 """One step by a walk against the same step over whole packs."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from hypothesis import assume, currently_in_test_context
@@ -11,6 +14,7 @@ from torch import Tensor
 from m2forge.model.transformer import Transformer
 from m2forge.train.config import OptimizerConfig, PolicyConfig, WalkConfig
 from m2forge.train.engine import PendingMetrics, TrainEngine
+from m2forge.train.walk import Walk
 from tests.model.draw_tree import MIN_MARGIN, watched
 from tests.train.naive import watch_gradients
 from tests.train.tree_step import CONFIG, assert_same_gradients
@@ -58,3 +62,23 @@ def assert_walk_equals(model: Transformer, step: Step, walk: WalkConfig, policy:
             assert abs(found.values[name] - value) <= 1e-9 * max(1.0, abs(value)), name
     for ours, theirs in zip(found.biases, expected.biases, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@dataclass
+class Walks:
+    num_walks: int = 0
+    num_segments: int = 0
+
+
+@contextmanager
+def walks_counted() -> Iterator[Walks]:
+    """Counts the walks that steps make."""
+    counted, batches = Walks(), Walk.batches
+
+    def count(walk: Walk[Any]) -> Iterator[Any]:
+        counted.num_walks += 1
+        counted.num_segments += walk.num_batches
+        return batches(walk)
+
+    with patch.object(Walk, "batches", count):
+        yield counted
