@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from m2forge.kernels.path_attention import path_mask
 from m2forge.kernels.tree_attention import TreeLayout
 from m2forge.kernels.tree_schedule import make_schedule
 from m2forge.model.config import WindowConfig
@@ -124,13 +125,41 @@ def test_block_masks_hold_exactly_the_visible_pairs(layout: TreeLayout, size: in
     visible_NN = sees(layout, window)
     token = torch.arange(layout.num_tokens)
     tested_NN = mask.mask_mod(token.new_tensor(0), token.new_tensor(0), token[:, None], token[None, :])
-    # What the kernel sees: everything in a full block, in a partial one what the token test lets through.
-    seen_NN = torch.zeros_like(visible_NN)
-    for pairs, content_NN in ((partial, tested_NN), (full, torch.ones_like(visible_NN))):
+    assert torch.equal(seen_by_kernel(partial, full, tested_NN), visible_NN)
+
+
+def seen_by_kernel(partial: set[tuple[int, int]], full: set[tuple[int, int]], tested_QK: Tensor) -> Tensor:
+    """Everything in a full block, in a partial one what the token test lets through."""
+    seen_QK = torch.zeros_like(tested_QK)
+    for pairs, content_QK in ((partial, tested_QK), (full, torch.ones_like(tested_QK))):
         for q_block, k_block in pairs:
             area = slice(q_block * BLOCK, (q_block + 1) * BLOCK), slice(k_block * BLOCK, (k_block + 1) * BLOCK)
-            seen_NN[area] = content_NN[area]
-    assert torch.equal(seen_NN, visible_NN)
+            seen_QK[area] = content_QK[area]
+    return seen_QK
+
+
+@given(
+    layout=layouts(NEAR_BLOCK | st.integers(1, 90), max_nodes=5),
+    num_above=st.integers(0, 3) | NEAR_BLOCK | st.integers(1, 500),
+    size=st.none() | NEAR_BLOCK | st.integers(1, 500),
+    num_sinks=st.integers(0, 4) | NEAR_BLOCK,
+)
+def test_block_masks_of_a_segment_hold_its_visible_pairs(
+    layout: TreeLayout, num_above: int, size: int | None, num_sinks: int
+) -> None:
+    from m2forge.kernels.flex import path_mask as block_mask
+
+    geometry = exit_of(layout), position_of(layout) + num_above, num_above, size, num_sinks
+    mask, num_keys = block_mask(*geometry), num_above + layout.num_tokens
+    assert mask.seq_lengths == (layout.num_tokens, num_keys)
+    partial = listed_blocks(mask.kv_num_blocks, mask.kv_indices)
+    full = listed_blocks(mask.full_kv_num_blocks, mask.full_kv_indices)
+    assert not partial & full
+    # A full block is not tested key by key, so it must not reach past the last key.
+    assert all((k_block + 1) * BLOCK <= num_keys for _, k_block in full)
+    q_N, k_K = torch.arange(layout.num_tokens), torch.arange(num_keys)
+    tested_QK = mask.mask_mod(q_N.new_tensor(0), q_N.new_tensor(0), q_N[:, None], k_K[None, :])
+    assert torch.equal(seen_by_kernel(partial, full, tested_QK), path_mask(*geometry))
 
 
 def test_block_masks_skip_what_nobody_sees() -> None:
