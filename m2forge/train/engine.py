@@ -19,6 +19,7 @@ Metrics are returned as one tensor whose copy to the host is asynchronous, so a 
 #     train/config.py             the loss and its limits
 #     tree/pack.py                trees cut and packed into micro-batches
 #     tree/flat.py                a pack in depth-first order, with its loss edges
+#     train/walk.py               a pack as one batch, or segment by segment
 #     model/plan.py               the attention mask of a pack
 #     model/transformer.py        the network and its MTP modules
 #     model/rotary.py             cos and sin of the rotary embedding
