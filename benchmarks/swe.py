@@ -132,7 +132,8 @@ class Result:
 
 
 def run(name: str, runs: Path, **swe: object) -> tuple[Path, float]:
-    table = {"name": name, "workers": os.cpu_count() or 1, "swe": swe}
+    # One more than cores: a worker also waits for processes that start, and for files.
+    table = {"name": name, "workers": (os.cpu_count() or 1) + 1, "swe": swe}
     started_s = time.perf_counter()
     folder = run_pipeline(PipelineConfig.model_validate(table), runs)
     return folder, time.perf_counter() - started_s

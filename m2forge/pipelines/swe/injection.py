@@ -30,7 +30,7 @@ NUM_RUNS = 3
 MAX_BROKEN = 0.5
 MAX_TRIES = 4
 """Mutations that are tried for each bug that is asked for."""
-NUM_SANDBOXES = 2
+NUM_SANDBOXES = 3
 """Mutations that are tried at once; which become bugs does not depend on it."""
 
 

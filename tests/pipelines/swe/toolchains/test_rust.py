@@ -11,6 +11,7 @@ from m2forge.errors import DataError
 from m2forge.pipelines.swe.action import NO_EDITS
 from m2forge.pipelines.swe.toolchains.rust import Rust
 from m2forge.pipelines.swe.toolchains.table import detect
+from m2forge.pipelines.swe.toolchains.toolchain import Environment
 from m2forge.tasks.folders.suite_tests import PASSED, parse
 from tests.pipelines.swe import projects
 
@@ -63,6 +64,13 @@ def test_crates_of_others_must_be_vendored() -> None:
     config = '[source.crates-io]\nreplace-with = "vendored-sources"\n'
     vendored = projects.release({**needs, ".cargo/config.toml": config})
     assert Rust().environment(vendored, "1.63", (), NO_EDITS).toolchain == "rust"
+
+
+@pytest.mark.parametrize(("manifest", "is_dynamic"), [("", True), ('[profile.dev]\npanic = "abort"\n', False)])
+def test_programs_that_abort_are_linked_statically(manifest: str, is_dynamic: bool) -> None:
+    release = projects.release({**FILES, "Cargo.toml": PACKAGE + manifest})
+    recipe = Rust().files("sums", release, Environment("rust", (), (), "1.63"))["Dockerfile"].content
+    assert (b"prefer-dynamic" in recipe) is is_dynamic
 
 
 def test_only_files_that_changed_are_touched(tmp_path: Path) -> None:
