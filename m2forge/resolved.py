@@ -42,17 +42,17 @@ def _table(config: Config, default: object, path: Sequence[str]) -> Iterator[Lin
         elif value is not None:
             yield Line(f"{name} = {to_toml(value)}", "" if _same(value, usual) else _note(usual))
     for name, value, usual in tables:
-        place = (*path, bare_key(name))
+        full_path = (*path, bare_key(name))
         if isinstance(value, Config):
-            yield from _section(f"[{'.'.join(place)}]", value, usual, place)
+            yield from _section(f"[{'.'.join(full_path)}]", value, usual, full_path)
         elif isinstance(value, Mapping):
             for key, item in value.items():
-                inner = (*place, bare_key(str(key)))
+                inner = (*full_path, bare_key(str(key)))
                 below = usual.get(key, PydanticUndefined) if isinstance(usual, Mapping) else PydanticUndefined
                 yield from _section(f"[{'.'.join(inner)}]", item, below, inner)
         elif isinstance(value, Sequence):
             for item in value:
-                yield from _section(f"[[{'.'.join(place)}]]", item, PydanticUndefined, place)
+                yield from _section(f"[[{'.'.join(full_path)}]]", item, PydanticUndefined, full_path)
 
 
 def _section(header: str, config: Config, default: object, path: Sequence[str]) -> Iterator[Line]:

@@ -274,8 +274,8 @@ def _sampled(sample: Sample) -> Json:
 def _system_prompt(format: ChatFormat, turn: str, tools: tuple[Tool, ...]) -> str | None:
     """The system message that the chat format renders as this turn, with the tools' definitions; None if it renders so
     without a system message; the turn itself if no such message is found."""
-    places = [match.start() for match in re.finditer("\n", turn)][:MAX_SPLITS]
-    for prompt in (None, turn, "", *(turn[:place] for place in places)):
+    ends = [match.start() for match in re.finditer("\n", turn)][:MAX_SPLITS]
+    for prompt in (None, turn, "", *(turn[:end] for end in ends)):
         messages = [Message("user", "x")] if prompt is None else [Message("system", prompt), Message("user", "x")]
         try:
             ids = [int(id) for id in format.render(messages, tools).ids]

@@ -139,14 +139,14 @@ class _DedupTasks(SetStage):
 
     def process_all(self, items: Iterable[Item], context: Context) -> Iterator[Outcome]:
         groups: dict[str, list[int]] = {}
-        kept = list(items)
-        for place, item in enumerate(kept):
-            groups.setdefault(_task_id(item), []).append(place)
+        listed = list(items)
+        for index, item in enumerate(listed):
+            groups.setdefault(_task_id(item), []).append(index)
         outcomes: dict[int, Outcome] = {}
-        for places in groups.values():
-            made = self._dedup.process_all([kept[place] for place in places], context)
-            outcomes |= dict(zip(places, made, strict=True))
-        yield from (outcomes[place] for place in range(len(kept)))
+        for indices in groups.values():
+            made = self._dedup.process_all([listed[index] for index in indices], context)
+            outcomes |= dict(zip(indices, made, strict=True))
+        yield from (outcomes[index] for index in range(len(listed)))
 
 
 # -- source and plan ---------------------------------------------------------------------------------------------------

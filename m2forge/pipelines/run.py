@@ -495,8 +495,8 @@ class _Runner:
         rows = self._store.items(number)
         processed = [
             # Completions of the whole stage are counted at its first item.
-            Processed(row.path, row.item.id, outcome, context.num_cached if place == 0 else 0, each_s)
-            for place, (row, outcome) in enumerate(zip(rows, outcomes, strict=True))
+            Processed(row.path, row.item.id, outcome, context.num_cached if index == 0 else 0, each_s)
+            for index, (row, outcome) in enumerate(zip(rows, outcomes, strict=True))
         ]
         self._store.replace(number, processed, digest)
         self._write_yields()

@@ -66,13 +66,13 @@ class Dedup(SetStage):
         sets = list(_shingle_sets((self._text(item) for item in items), self._num_words))
         first = self._groups(sets)
         ids: dict[int, str] = {}
-        for place, item in enumerate(items):
-            ids[place] = item.id
-            if first[place] == place:
+        for index, item in enumerate(items):
+            ids[index] = item.id
+            if first[index] == index:
                 yield item
             else:
-                likeness = round(jaccard(sets[first[place]], sets[place]), 4)
-                yield Rejection("near-duplicate", {"of": ids[int(first[place])], "similarity": likeness})
+                likeness = round(jaccard(sets[first[index]], sets[index]), 4)
+                yield Rejection("near-duplicate", {"of": ids[int(first[index])], "similarity": likeness})
 
     def _groups(self, sets: Sequence[UInt64Array]) -> Sequence[int]:
         """The first member of each text's set of near-duplicates."""
@@ -167,14 +167,14 @@ class Select(SetStage):
 
     def process_all(self, items: Iterable[Item], context: Context) -> Iterator[Outcome]:
         groups: dict[str, list[tuple[float, int]]] = {}
-        for place, item in enumerate(items):
-            groups.setdefault(self._group(item), []).append((-self._rank(item), place))
-        place_of = {place: order for members in groups.values() for order, (_, place) in enumerate(sorted(members))}
-        for place, item in enumerate(items):
-            if place_of[place] < self._most:
+        for index, item in enumerate(items):
+            groups.setdefault(self._group(item), []).append((-self._rank(item), index))
+        order_of = {index: order for members in groups.values() for order, (_, index) in enumerate(sorted(members))}
+        for index, item in enumerate(items):
+            if order_of[index] < self._most:
                 yield item
             else:
-                evidence: Fields = {"group": self._group(item), "rank": self._rank(item), "place": place_of[place] + 1}
+                evidence: Fields = {"group": self._group(item), "rank": self._rank(item), "place": order_of[index] + 1}
                 yield Rejection("over the cap of its group", evidence)
 
 
@@ -192,8 +192,8 @@ def jaccard(left: UInt64Array, right: UInt64Array) -> float:
 def _shingle_sets(texts: Iterable[str], num_words: int) -> Iterator[UInt64Array]:
     """The hashes of each text's runs of words, sorted, without repetitions."""
     for batch in _text_batches(texts):
-        parts = [(place, part) for place, text in enumerate(batch) for part in windows(text)]
-        owner = np.array([place for place, _ in parts])
+        parts = [(index, part) for index, text in enumerate(batch) for part in windows(text)]
+        owner = np.array([index for index, _ in parts])
         found = shingles(cut([part for _, part in parts]), num_words)
         ends = np.searchsorted(owner[found.document], np.arange(len(batch) + 1))
         for begin, end in itertools.pairwise(ends.tolist()):
@@ -240,8 +240,8 @@ def filled_variants(key: str, pools: Mapping[str, Sequence[str]], num: int) -> C
 
 def _filled(text: str, names: Sequence[str], pools: Mapping[str, Sequence[str]], number: int) -> str:
     for name in names:
-        number, place = divmod(number, len(pools[name]))
-        text = text.replace(f"{{{name}}}", pools[name][place])
+        number, index = divmod(number, len(pools[name]))
+        text = text.replace(f"{{{name}}}", pools[name][index])
     return text
 
 

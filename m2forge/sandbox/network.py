@@ -62,8 +62,8 @@ def proxy(rule: Rule) -> Handler:
         head = await reader.readuntil(b"\r\n\r\n")
         method, target, version = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
         is_tunnel = method == "CONNECT"
-        place, path = (target, "") if is_tunnel else _split_url(target)
-        host, port = split_host(place, 443 if is_tunnel else 80)
+        authority, path = (target, "") if is_tunnel else _split_url(target)
+        host, port = split_host(authority, 443 if is_tunnel else 80)
         address = await rule(host, port)
         if address is None:
             text = f"the sandbox's network policy does not allow {host}:{port}\n".encode()
@@ -93,15 +93,15 @@ def _own_head(method: str, path: str, version: str, head: bytes) -> bytes:
 def _split_url(target: str) -> tuple[str, str]:
     if not target.startswith("http://"):
         raise ValueError(target)
-    place, slash, path = target.removeprefix("http://").partition("/")
-    return place.rpartition("@")[2], slash + path or "/"
+    authority, slash, path = target.removeprefix("http://").partition("/")
+    return authority.rpartition("@")[2], slash + path or "/"
 
 
-def split_host(place: str, port: int) -> Address:
-    if place.startswith("["):
-        host, _, rest = place[1:].partition("]")
+def split_host(authority: str, port: int) -> Address:
+    if authority.startswith("["):
+        host, _, rest = authority[1:].partition("]")
         return host, int(rest.removeprefix(":") or port)
-    host, colon, number = place.partition(":")
+    host, colon, number = authority.partition(":")
     return host.lower().rstrip("."), int(number) if colon else port
 
 
@@ -113,7 +113,7 @@ def public_rule() -> Rule:
 
 
 def allowlist_rule(allow: Sequence[str]) -> Rule:
-    allowed = [split_host(place, 0) for place in allow]
+    allowed = [split_host(address, 0) for address in allow]
 
     async def rule(host: str, port: int) -> Address | None:
         for name, only in allowed:

@@ -46,8 +46,8 @@ def chosen_option(answer: str, options: Sequence[str]) -> str | None:
     for option in options:
         for match in re.finditer(rf"(?<!\w){re.escape(option)}(?!\w)", answer):
             # Of two options that begin together, the longer one was chosen.
-            place = (match.start(), len(option), option)
-            found = place if found is None else max(found, place)
+            span = (match.start(), len(option), option)
+            found = span if found is None else max(found, span)
     return None if found is None else found[2]
 
 

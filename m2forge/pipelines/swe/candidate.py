@@ -274,22 +274,22 @@ class _Claims:
     permissive: list[str] = field(default_factory=list)
     copyleft: list[str] = field(default_factory=list)
 
-    def add(self, place: str, text: str) -> None:
+    def add(self, origin: str, text: str) -> None:
         # A choice between licences is as free as the freest of them.
         parts = [part for part in re.split(r"\bOR\b", text) if part.strip()]
         is_free = any(_PERMISSIVE.search(part) and not _COPYLEFT.search(part) for part in parts)
         if is_free:
-            self.permissive.append(f"{place}: {text.strip()[:100]}")
+            self.permissive.append(f"{origin}: {text.strip()[:100]}")
         elif _COPYLEFT.search(text):
-            self.copyleft.append(f"{place}: {text.strip()[:100]}")
+            self.copyleft.append(f"{origin}: {text.strip()[:100]}")
 
 
 def permissive(release: Release) -> str | Rejection:
     """The licence, by the first source that names one; a rejection if one names a licence that is not permissive, or
     none names any."""
     claims = _Claims()
-    for place, text in _licence_fields(release):
-        claims.add(place, text)
+    for origin, text in _licence_fields(release):
+        claims.add(origin, text)
     for path, file in sorted(release.tree.items()):
         if _LICENCE_FILE.match(path):
             head = " ".join(file.content[:4000].decode(errors="replace").lower().split())

@@ -74,16 +74,16 @@ def find_goals(old: Mapping[str, str], new: Mapping[str, str]) -> list[Goal]:
         else:
             text = f"`{name}` is defined in `{target[0]}` and no longer in `{path}`."
             goals.append(Goal(is_moved, (path, target[0]), (name,), text))
-        came = [place for place in came if place != target]
+        came = [key for key in came if key != target]
     for path, name in _outermost(came):
         goals += _extracted(path, name, before.get(path, {}), after[path])
     return [goal for goal in goals if goal.holds(new) and not goal.holds(old)][:MAX_GOALS]
 
 
-def _outermost(places: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+def _outermost(keys: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Without what is inside of another one."""
-    found = set(places)
-    for path, name in sorted(places):
+    found = set(keys)
+    for path, name in sorted(keys):
         parts = name.split(".")
         if not any((path, ".".join(parts[:num])) in found for num in range(1, len(parts))):
             yield path, name
@@ -97,9 +97,9 @@ def _target(
     after: Mapping[str, Mapping[str, ast.stmt]],
 ) -> tuple[str, str] | None:
     """What a definition that is gone has become."""
-    for place in came:
-        if place[0] != path and place[1] == name and type(after[place[0]][name]) is type(node):
-            return place
+    for key in came:
+        if key[0] != path and key[1] == name and type(after[key[0]][name]) is type(node):
+            return key
     scope = name.rpartition(".")[0]
     near = [
         (_similarity(node, after[path][other]), other)

@@ -102,9 +102,9 @@ def _python_mutations(source: str) -> Iterator[Mutation]:
 
     source_bytes = source.encode()
     for node in _mutable_nodes(tree):
-        for kind, place, new in _python_faults(node, text):
-            start, end = span(place)
-            yield Mutation(start, end, new, kind, place.lineno)
+        for kind, target, new in _python_faults(node, text):
+            start, end = span(target)
+            yield Mutation(start, end, new, kind, target.lineno)
 
 
 def _mutable_nodes(tree: ast.AST) -> Iterator[ast.AST]:

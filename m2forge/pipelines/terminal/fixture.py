@@ -228,17 +228,17 @@ class _Builder:
         rng = random.Random(_hashed(self._kind, "tree"))
         inside = "" if folder == "." else f"{folder}/"
         named = [name for name in self._names if name.startswith(inside) and inside]
-        places = [inside, f"{inside}{rng.choice(_WORDS)}/", f"{inside}sub two/{rng.choice(_WORDS)}/"]
+        branches = [inside, f"{inside}{rng.choice(_WORDS)}/", f"{inside}sub two/{rng.choice(_WORDS)}/"]
         paths = list(named)
         for pattern in self._patterns():
-            paths += [places[index % 3] + fill(pattern, rng, index) for index in range(4)]
+            paths += [branches[index % 3] + fill(pattern, rng, index) for index in range(4)]
         for index, ending in enumerate(("txt", "log", "csv", "md", "dat", "txt")):
-            paths.append(f"{places[index % 3]}{rng.choice(_WORDS)}{index}.{ending}")
-        paths.append(f"{places[1]}plain")
+            paths.append(f"{branches[index % 3]}{rng.choice(_WORDS)}{index}.{ending}")
+        paths.append(f"{branches[1]}plain")
         for index, path in enumerate(dict.fromkeys(paths)):
             if path in self._files.texts:
                 continue
-            content = self._content(path if number == 0 else f"{places[index % 3]}{path.rpartition('/')[2]}")
+            content = self._content(path if number == 0 else f"{branches[index % 3]}{path.rpartition('/')[2]}")
             self._files.texts[path] = content if index % 4 != 3 else f"the same content {self._kind}\n"
         if number:
             changed = next(path for path in paths if path in self._files.texts)

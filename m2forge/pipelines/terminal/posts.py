@@ -9,7 +9,7 @@ A dump is larger than memory, and an accepted answer may stand far behind its qu
 gates on its attributes (accepted answer, score, tags) is written to a temporary file until its answer arrives; memory
 holds one small entry for it. Tags are read in both notations of the dumps, `<bash><awk>` and `|bash|awk|`.
 
-A dump that is cut or damaged is reported once; the questions before that place are used.
+A dump that is cut or damaged is reported once; the questions before that point are used.
 
 The packages are `eg`, examples of commands, and `intercode-bench`, queries with commands. Neither is shipped. Paths are
 of the archives that `pip download --no-deps eg intercode-bench` leaves, or of what they hold. The items have the fields
@@ -73,8 +73,8 @@ def read_rows(path: Path) -> Iterator[Row]:
             yield from rows
             rows.clear()
             if problem is not None:
-                place = f"after {parser.CurrentByteIndex} bytes"
-                _log.warning("%s: cut or damaged %s (%s); the rows before are used", path, place, problem)
+                position = f"after {parser.CurrentByteIndex} bytes"
+                _log.warning("%s: cut or damaged %s (%s); the rows before are used", path, position, problem)
             if not chunk:
                 return
 
@@ -122,7 +122,7 @@ class PostsSource(Source):
 
     def questions(self) -> Iterator[Item | Rejection]:
         """Every question: as an item when its accepted answer was read, or rejected."""
-        # Id, place and size of questions in the temporary file, by the id of the answer that they wait for.
+        # Id, offset and size of questions in the temporary file, by the id of the answer that they wait for.
         waiting: dict[str, tuple[str, int, int]] = {}
         position = 0
         with tempfile.TemporaryFile() as spool:

@@ -1,4 +1,4 @@
-"""Lints task folders: a path in, findings out, each with a code, a place and what to do.
+"""Lints task folders: a path in, findings out, each with a code, a location and what to do.
 
 The rules include all of Harbor's, under its names, so that a folder without findings here has none there. The others
 are what this project asks of the folders that it writes: no network, pinned, no compose files, evidence of a solution.
@@ -92,8 +92,8 @@ class Finding:
     message: str
 
     def __str__(self) -> str:
-        place = f"{self.path}:{self.line}" if self.line else self.path
-        return f"{place}: {self.rule}: {self.message}"
+        where = f"{self.path}:{self.line}" if self.line else self.path
+        return f"{where}: {self.rule}: {self.message}"
 
     def to_dict(self) -> dict[str, JsonValue]:
         return asdict(self)
@@ -182,9 +182,9 @@ def _lint_config(folder: TaskFolder, findings: _Findings) -> None:
         user = config.agent.user if step is None or step.agent.user is None else step.agent.user
         if user is None or str(user).split(":")[0] in ("0", "root"):
             findings.add(Rule.ROOT_AGENT, CONFIG_NAME, f"{prefix}agent.user: not set or root; set another user")
-    for place, mode in _networks(config):
+    for where, mode in _networks(config):
         if mode is not NetworkMode.NO_NETWORK:
-            findings.add(Rule.NETWORK, CONFIG_NAME, f"{place}network_mode: {mode}; set 'no-network', or say why not")
+            findings.add(Rule.NETWORK, CONFIG_NAME, f"{where}network_mode: {mode}; set 'no-network', or say why not")
 
 
 def _has_provenance(table: Mapping[str, TomlValue]) -> bool:
@@ -202,20 +202,20 @@ def _networks(config: TaskConfig) -> Iterator[tuple[str, NetworkMode]]:
         environments.append((f"steps[{index}].verifier.environment.", step.verifier.environment))
         phases.append((f"steps[{index}].agent.", step.agent.network_mode))
         phases.append((f"steps[{index}].verifier.", step.verifier.network_mode))
-    yield from ((place, environment.network) for place, environment in environments if environment is not None)
-    yield from ((place, mode) for place, mode in phases if mode is not None)
+    yield from ((where, environment.network) for where, environment in environments if environment is not None)
+    yield from ((where, mode) for where, mode in phases if mode is not None)
 
 
 def _lint_keys(table: Mapping[str, TomlValue], findings: _Findings) -> None:
     for path, known in _unknown(table, ()):
-        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
-        findings.add(Rule.UNKNOWN_KEY, CONFIG_NAME, f"{place}: unknown key; {suggest(str(path[-1]), known)}")
+        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+        findings.add(Rule.UNKNOWN_KEY, CONFIG_NAME, f"{where}: unknown key; {suggest(str(path[-1]), known)}")
 
 
 def _unknown(
     value: TomlValue | Mapping[str, TomlValue], path: tuple[str | int, ...]
 ) -> Iterator[tuple[tuple[str | int, ...], set[str]]]:
-    """Keys that no table at their place has, with those that it has."""
+    """Keys that no table at their path has, with those that it has."""
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from _unknown(item, (*path, index))
@@ -327,9 +327,9 @@ def _lint_sources(folder: TaskFolder, files: Mapping[str, FileKind], findings: _
     environments += [
         (f"steps[{index}].verifier.environment", step.verifier.environment) for index, step in enumerate(folder.steps)
     ]
-    for place, environment in environments:
+    for where, environment in environments:
         if environment is not None and environment.docker_image:
-            _lint_image(environment.docker_image, f"{place}.docker_image", CONFIG_NAME, 0, findings)
+            _lint_image(environment.docker_image, f"{where}.docker_image", CONFIG_NAME, 0, findings)
     for name in files:
         if name.rpartition("/")[2] == DOCKERFILE_NAME and name.split("/")[0] in ("environment", "tests", "steps"):
             _lint_dockerfile(folder.path, name, findings)
@@ -404,9 +404,9 @@ _HIDDEN = re.compile(r"(?:^|/)(?:solution(?:/solve\.sh|/)?|tests/(?:test\.sh|tes
 _PREFIXES = ("sudo", "env", "exec", "command", "time", "nice")
 
 
-def _lint_image(image: str, place: str, name: str, line: int, findings: _Findings) -> None:
+def _lint_image(image: str, where: str, name: str, line: int, findings: _Findings) -> None:
     if image != "scratch" and "$" not in image and not re.search(r"@sha256:[0-9a-fA-F]{64}$", image):
-        findings.add(Rule.UNPINNED_IMAGE, name, f"{place}: {image}: pin it by its digest, IMAGE@sha256:…", line)
+        findings.add(Rule.UNPINNED_IMAGE, name, f"{where}: {image}: pin it by its digest, IMAGE@sha256:…", line)
 
 
 def _lint_dockerfile(root: Path, name: str, findings: _Findings) -> None:

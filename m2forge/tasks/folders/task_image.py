@@ -143,60 +143,60 @@ class _Reader:
         self._args: dict[str, str] = {}
 
     def take(self, name: str, rest: str, number: int) -> None:
-        place = f"{self._path}:{number}"
+        where = f"{self._path}:{number}"
         if "<<" in rest and name in ("RUN", "COPY", "ADD"):
-            raise NeedsRuntimeError(f"{place}: here documents need podman")
+            raise NeedsRuntimeError(f"{where}: here documents need podman")
         match name:
             case "FROM":
-                self._take_from(self._expand(rest), place)
+                self._take_from(self._expand(rest), where)
             case "ARG":
                 key, _, value = rest.partition("=")
                 self._args[key.strip()] = self._expand(_unquoted(value))
             case "ENV":
-                self._env |= {key: self._expand(value) for key, value in _pairs(rest, place).items()}
+                self._env |= {key: self._expand(value) for key, value in _pairs(rest, where).items()}
             case "WORKDIR":
                 self._workdir = posixpath.normpath(posixpath.join(self._workdir or "/", self._expand(_unquoted(rest))))
             case "USER":
                 self._user = self._expand(rest)
             case "COPY" | "ADD":
-                self._take_copy(rest, place)
+                self._take_copy(rest, where)
             case "RUN":
-                self._take_run(rest, place)
+                self._take_run(rest, where)
             case _ if name not in (*IGNORED, "SHELL"):
-                raise NeedsRuntimeError(f"{place}: {name} needs podman")
+                raise NeedsRuntimeError(f"{where}: {name} needs podman")
 
     def finish(self) -> Dockerfile:
         if self._base is None:
             raise DataError(f"{self._path}: expected FROM, and there is none")
         return Dockerfile(self._base, tuple(self._steps), self._workdir, self._user, self._env)
 
-    def _take_from(self, rest: str, place: str) -> None:
+    def _take_from(self, rest: str, where: str) -> None:
         words = [word for word in rest.split() if not word.startswith("--")]
         if self._base is not None:
-            raise NeedsRuntimeError(f"{place}: several stages need podman")
+            raise NeedsRuntimeError(f"{where}: several stages need podman")
         if not words:
-            raise DataError(f"{place}: expected the name of an image after FROM")
+            raise DataError(f"{where}: expected the name of an image after FROM")
         self._base = words[0]
 
-    def _take_copy(self, rest: str, place: str) -> None:
-        words = _words(rest, place)
+    def _take_copy(self, rest: str, where: str) -> None:
+        words = _words(rest, where)
         options = [word for word in words if word.startswith("--")]
         paths = [self._expand(word) for word in words if not word.startswith("--")]
         owner = next((option.partition("=")[2] for option in options if option.startswith("--chown=")), None)
         if unknown := [option for option in options if not option.startswith(("--chown=", "--link"))]:
-            raise NeedsRuntimeError(f"{place}: {unknown[0]} needs podman")
+            raise NeedsRuntimeError(f"{where}: {unknown[0]} needs podman")
         if len(paths) < 2 or any("://" in path or path.startswith("git@") for path in paths[:-1]):
-            raise NeedsRuntimeError(f"{place}: expected files of the context and a target; other sources need podman")
+            raise NeedsRuntimeError(f"{where}: expected files of the context and a target; other sources need podman")
         joined = posixpath.join(self._workdir or "/", paths[-1])
         target = posixpath.normpath(joined) + ("/" if paths[-1].endswith(("/", ".")) else "")
         self._steps.append(Copy(tuple(paths[:-1]), target, owner))
 
-    def _take_run(self, rest: str, place: str) -> None:
+    def _take_run(self, rest: str, where: str) -> None:
         if rest.startswith("--"):
-            raise NeedsRuntimeError(f"{place}: {rest.split()[0]} needs podman")
+            raise NeedsRuntimeError(f"{where}: {rest.split()[0]} needs podman")
         argv: tuple[str, ...] = ("/bin/sh", "-c", rest)
         if rest.startswith("["):
-            argv = tuple(_words(rest, place))
+            argv = tuple(_words(rest, where))
         self._steps.append(Run(argv, self._workdir or "/", self._user, self._args | self._env))
 
     def _expand(self, text: str) -> str:
@@ -212,17 +212,17 @@ class _Reader:
         return _VARIABLE.sub(replace, text)
 
 
-def _words(text: str, place: str) -> list[str]:
+def _words(text: str, where: str) -> list[str]:
     try:
         if text.startswith("["):
             return [str(word) for word in json.loads(text)]
         return shlex.split(text)
     except ValueError as error:
-        raise DataError(f"{place}: cannot be read: {error}") from error
+        raise DataError(f"{where}: cannot be read: {error}") from error
 
 
-def _pairs(text: str, place: str) -> dict[str, str]:
-    words = _words(text, place)
+def _pairs(text: str, where: str) -> dict[str, str]:
+    words = _words(text, where)
     if words and "=" not in words[0]:
         return {words[0]: text.partition(words[0])[2].strip()}
     return {key: value for key, _, value in (word.partition("=") for word in words)}
@@ -400,7 +400,7 @@ async def _build(
     `shared`: the layers below."""
     layers: list[Path] = [] if shared is not None else [await asyncio.to_thread(_log_layer)]
     held = () if shared is None else tuple(str(layer) for layer in store.layers(shared))
-    place = f"{context}/Dockerfile" if context is not None else name
+    where = f"{context}/Dockerfile" if context is not None else name
 
     def below() -> tuple[str, ...]:
         return (*held, *map(str, layers))
@@ -413,10 +413,10 @@ async def _build(
                 layers.append(await asyncio.to_thread(_copy_layer, copies, context, image))
             else:
                 runs = [step for step in steps if isinstance(step, Run)]
-                layers.append(await _run_layer(runs, config, base, below(), recipe.env, place))
-        if (pruned := await _pruned_layer(config, base, below(), place)) is not None:
+                layers.append(await _run_layer(runs, config, base, below(), recipe.env, where))
+        if (pruned := await _pruned_layer(config, base, below(), where)) is not None:
             layers.append(pruned)
-        await asyncio.to_thread(store.store_layers, name, layers, place, shared)
+        await asyncio.to_thread(store.store_layers, name, layers, where, shared)
     finally:
         for layer in layers:
             await asyncio.to_thread(remove_tree, layer)
@@ -453,17 +453,17 @@ def _copy_layer(steps: Sequence[Copy], context: Path, image: Image) -> Path:
             )
         target = layer / inside.lstrip("/")
         for path in found:
-            place = target / path.name if is_folder and not path.is_dir() else target
-            place.parent.mkdir(parents=True, exist_ok=True)
+            dest = target / path.name if is_folder and not path.is_dir() else target
+            dest.parent.mkdir(parents=True, exist_ok=True)
             if path.is_dir():
-                shutil.copytree(path, place, symlinks=True, dirs_exist_ok=True)
+                shutil.copytree(path, dest, symlinks=True, dirs_exist_ok=True)
             else:
-                place.unlink(missing_ok=True)
-                shutil.copy2(path, place)
-            owners.append((place, step.owner or ROOT))
+                dest.unlink(missing_ok=True)
+                shutil.copy2(path, dest)
+            owners.append((dest, step.owner or ROOT))
     own_layer(layer, ROOT)
-    for place, owner in owners:
-        own_layer(place, owner)
+    for dest, owner in owners:
+        own_layer(dest, owner)
     return layer
 
 
@@ -512,7 +512,7 @@ async def _builder(
 
 
 async def _run_layer(
-    steps: Sequence[Run], config: SandboxConfig, base: str, layers: Sequence[str], env: Mapping[str, str], place: str
+    steps: Sequence[Run], config: SandboxConfig, base: str, layers: Sequence[str], env: Mapping[str, str], where: str
 ) -> Path:
     async with _builder(config, base, layers, env) as sandbox:
         for step in steps:
@@ -521,27 +521,27 @@ async def _run_layer(
             outcome = await sandbox.build(Command(inner, env=step.env, user=user, merges_stderr=True))
             if not outcome.is_success:
                 raise DataError(
-                    f"{place}: RUN {step.argv[-1].strip()[:200]!r} ended with {outcome.reason} {outcome.status}: "
+                    f"{where}: RUN {step.argv[-1].strip()[:200]!r} ended with {outcome.reason} {outcome.status}: "
                     f"{outcome.stdout.text().strip()[-1000:]}"
                 )
         return (await sandbox.snapshot()).layer
 
 
-async def _pruned_layer(config: SandboxConfig, base: str, layers: Sequence[str], place: str) -> Path | None:
+async def _pruned_layer(config: SandboxConfig, base: str, layers: Sequence[str], where: str) -> Path | None:
     """Remove objects of repositories that may hold the solution; None if the image has no repository."""
     async with _builder(config, base, layers, {}) as sandbox:
         listed = await sandbox.run(Command(("/bin/sh", "-c", _FIND_REPOSITORIES)))
         found = [line.partition(" ") for line in listed.stdout.text().splitlines()]
         if not found and not listed.is_success and await asyncio.to_thread(_has_repository, base, layers):
             raise DataError(
-                f"{place}: repositories cannot be listed without sh, find and stat; add them, or leave .git out"
+                f"{where}: repositories cannot be listed without sh, find and stat; add them, or leave .git out"
             )
         for owner, _, path in found:
             user = owner if shifts_ids() else None
             outcome = await sandbox.run(Command(("/bin/sh", "-c", _PRUNE, path), user=user, merges_stderr=True))
             if not outcome.is_success:
                 raise DataError(
-                    f"{place}: git objects of {path} that may hold the solution cannot be removed: "
+                    f"{where}: git objects of {path} that may hold the solution cannot be removed: "
                     f"{outcome.stdout.text().strip()[-500:]}; repair the repository, add git, or leave .git out"
                 )
         return (await sandbox.snapshot()).layer if found else None
