@@ -28,7 +28,7 @@ Every sample of an accepted prompt ends in exactly one chunk with a finish reaso
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,19 +45,16 @@ from m2forge.model.transformer import Transformer, pack_weights
 from m2forge.protocols import Chunk, Prompt
 from m2forge.records import FinishReason, PolicyVersion
 from m2forge.rollout.config import RolloutConfig
-from m2forge.rollout.execution.model_runner import Candidate, DecodeBatch, MTPSequence, Runner
+from m2forge.rollout.execution.model_runner import Candidate, DecodeBatch, Runner
 from m2forge.rollout.kv.paged_plan import Span, arranged
 from m2forge.rollout.kv.scheduler import Scheduler, num_blocks_for
 from m2forge.rollout.request import Decode, Drawn, Request
-from m2forge.rollout.speculation.adaptive_depth import DepthChooser, MeasuredDepth, Moment
+from m2forge.rollout.speculation.adaptive_depth import DepthChooser, MeasuredDepth
+from m2forge.rollout.speculation.drafting import Drafting, is_mtp_prefilled, is_prefilling
 
 SEED_BITS = 64
 Experts = npt.NDArray[np.int16]
 """(tokens, layers, chosen)."""
-MTP_PREFILL_STEPS = 4
-"""Limit on the tokens that an MTP module prefills in one step, as a multiple of `step_tokens`."""
-PREFILL_FACTOR = 4
-"""The modules' time counts as prefill when they run more than this many times the tokens that decoding can give."""
 _TRAINING_FIELDS = {
     "init_std": True,
     "max_context": True,
@@ -92,9 +89,9 @@ class Core:
         self._runner = Runner(model, config)
         pack_weights(model, model.head_weight)
         self._multi_step = self._runner.multi_step if multi_step is None else multi_step
-        self._depth = depth or (MeasuredDepth(config.speculation) if config.speculation else None)
-        """Chooses the number of drafts; None without speculation."""
         self._scheduler = Scheduler(config, self.max_context)
+        chooser = depth or (MeasuredDepth(config.speculation) if config.speculation else None)
+        self._drafting = None if chooser is None else Drafting(config, self._scheduler, self._runner, chooser, clock)
         self._requests: dict[str, list[Request]] = {}
         """Unfinished requests, by the id of their prompt."""
         self._outbox: list[tuple[str, Chunk]] = []
@@ -108,8 +105,6 @@ class Core:
         self._totals = dict.fromkeys(
             ("prompts", "steps", "whole_steps", "computed_tokens", "sampled_tokens", "loads"), 0
         ) | {f"{reason}_samples": 0 for reason in FinishReason}
-        for index in range(1, config.speculation + 1):
-            self._totals |= {f"drafted_{index}": 0, f"accepted_{index}": 0}
 
     # -- prompts ------------------------------------------------------------------------------------------------------
 
@@ -166,10 +161,10 @@ class Core:
     def _run(self, batch: Mapping[Request, int]) -> None:
         self._runner.copy(self._scheduler.copies)
         can_multi_step = self._multi_step and is_uniform_decode(batch)
-        if self._depth is None:
+        if self._drafting is None:
             self._run_at(batch, 0, can_multi_step)
         else:
-            self._run_measured(batch, self._depth, can_multi_step)
+            self._run_measured(batch, self._drafting, can_multi_step)
 
     def _run_at(self, batch: Mapping[Request, int], depth: int, is_multi_step: bool) -> int:
         """Run the batch with up to `depth` drafts per sequence; returns the number of steps run."""
@@ -177,31 +172,27 @@ class Core:
         self._totals["steps"] += num_steps
         return num_steps
 
-    def _run_measured(self, batch: Mapping[Request, int], chooser: DepthChooser, can_multi_step: bool) -> None:
-        """Run the batch at the depth that `chooser` picks, and report to it how long that took."""
+    def _run_measured(self, batch: Mapping[Request, int], drafting: Drafting, can_multi_step: bool) -> None:
+        """Run the batch at the depth that is chosen for it, and report how long that took."""
         start_s, num_captured, is_prefill = self._clock(), self._runner.num_captured, is_prefilling(batch)
         num_drafts = sum(max(num_tokens - request.num_uncomputed, 0) for request, num_tokens in batch.items())
-        num_after_prefill = self._scheduler.num_after_prefill if is_prefill else 0
-        max_mtp_prefill = MTP_PREFILL_STEPS * self.config.step_tokens
-        depth = chooser.choose(
-            moment_of(batch, self.config.speculation, num_after_prefill, can_multi_step, max_mtp_prefill)
-        )
+        depth = drafting.choose(batch, can_multi_step=can_multi_step)
         is_multi_step = can_multi_step and is_mtp_prefilled(batch, depth)
         num_steps = self._run_at(batch, depth, is_multi_step)
         if can_multi_step and not is_multi_step:
-            chooser.note_mtp_prefill_step(len(batch), self._clock() - start_s)
+            drafting.chooser.note_mtp_prefill_step(len(batch), self._clock() - start_s)
         # A depth's cost is measured only on steps that verify about as many drafts as they make, prefill no prompts and
         # capture no CUDA graph.
         is_even = 3 * depth * len(batch) <= 4 * num_drafts <= 4 * depth * len(batch)
         if is_even and not is_prefill and self._runner.num_captured == num_captured:
-            chooser.note_steps(depth, len(batch), num_steps, self._clock() - start_s)
+            drafting.chooser.note_steps(depth, len(batch), num_steps, self._clock() - start_s)
 
     def _run_multi_step(self, batch: Mapping[Request, int], depth: int) -> int:
         """Verify, sample and draft without host syncs; returns the number of steps run."""
         # A batch with more drafts than `depth` would need its own CUDA graph for one step, whose capture
         # would take longer than it saves.
         requests, drafts = list(batch), [request.drafts[: min(num - 1, depth)] for request, num in batch.items()]
-        tokens_per_step = 1.0 if self._depth is None else self._depth.tokens_per_step(depth)
+        tokens_per_step = 1.0 if self._drafting is None else self._drafting.chooser.tokens_per_step(depth)
         num_steps = self._scheduler.num_steps_per_sync(requests, depth, tokens_per_step)
         granted = [1 + len(tokens) for tokens in drafts]
         capacities = self._scheduler.reserve_steps(requests, granted, depth, num_steps)
@@ -228,14 +219,14 @@ class Core:
                 request.drafts = decoded.drafts[index][:num_there]
         if is_broken:
             self._drop_cache()
-        if depth:
-            self._note_drafts(*decoded.drafted(np.array(num_appended)))
+        if depth and self._drafting is not None:
+            self._drafting.note_drafts(*decoded.drafted(np.array(num_appended)))
         return num_steps
 
     def _run_single_step(self, batch: Mapping[Request, int], depth: int) -> int:
         """Run the main model over the batch, sample the next token (or accepted drafts and one more) of each sequence
         whose tokens are all computed, then draft for the next step."""
-        requests, is_prefill = list(batch), is_prefilling(batch)
+        requests, is_prefill = list(batch), depth > 0 and is_prefilling(batch)
         spans = [Span(request.num_computed, batch[request], self._scheduler.table(request)) for request in requests]
         order = arranged(spans)
         requests, spans = [requests[index] for index in order], [spans[index] for index in order]
@@ -258,8 +249,8 @@ class Core:
             is_broken |= not self._advance(request, span.start, span.num_tokens, drawn.get(request), part)
         if is_broken:
             self._drop_cache()
-        elif depth:
-            self._draft([request for request in requests if request.blocks], depth, is_prefill)
+        elif depth and self._drafting is not None:
+            self._drafting.draft([request for request in requests if request.blocks], depth, is_prefill=is_prefill)
         return 1
 
     def _draw(
@@ -278,8 +269,8 @@ class Core:
         drafted = [
             (num, len(drawn[request].tokens) - 1) for request, num in zip(requests, num_drafts, strict=True) if num
         ]
-        if drafted:
-            self._note_drafts(*np.array(drafted).T)
+        if drafted and self._drafting is not None:
+            self._drafting.note_drafts(*np.array(drafted).T)
         return drawn
 
     def _advance(
@@ -319,50 +310,6 @@ class Core:
             self._outbox.append((request.id, request.chunk()))
         return is_finite
 
-    def _draft(self, requests: Sequence[Request], depth: int, is_prefill: bool) -> None:
-        """Run the MTP modules over the tokens that the main model has computed, and draft. Modules that lag far behind,
-        because speculation was off, are prefilled first, some tokens in each step."""
-        start_s, budget, sequences = self._clock(), MTP_PREFILL_STEPS * self.config.step_tokens, []
-        for request in requests:
-            mtp_lag = request.num_computed - request.num_mtp_computed[depth - 1]
-            num_tokens = min(mtp_lag, budget)
-            budget -= num_tokens
-            num_drafts = 0
-            if request.num_uncomputed == 1 and num_tokens == mtp_lag:
-                num_drafts = self._scheduler.reserve(request, min(depth, request.num_remaining - 1))
-            end = request.num_mtp_computed[depth - 1] + num_tokens
-            starts = [min(start, end) for start in request.num_mtp_computed]
-            sequences.append(
-                MTPSequence(
-                    request.ids, starts, end, request.rows(num_drafts), self._scheduler.table(request), request.slot
-                )
-            )
-        drafts = self._runner.run_mtp(sequences, depth)
-        for request, sequence, tokens in zip(requests, sequences, drafts, strict=True):
-            request.drafts = tokens
-            self._scheduler.note_mtp_computed(request, depth, sequence.end)
-            self._scheduler.trim(request)
-        num_prefilled = MTP_PREFILL_STEPS * self.config.step_tokens - budget
-        # A request that drafts has sampled a token, for which the host synced: since then only the modules took time.
-        if (
-            self._depth is not None
-            and is_prefill
-            and num_prefilled > PREFILL_FACTOR * (1 + depth) * len(requests)
-            and any(drafts)
-        ):
-            num_sequences = max(len(requests), self._scheduler.num_after_prefill)
-            self._depth.note_mtp_prefill(depth, num_sequences, num_prefilled, self._clock() - start_s)
-
-    def _note_drafts(self, num_drafts_R: npt.NDArray[np.int64], num_accepted_R: npt.NDArray[np.int64]) -> None:
-        """Counts drafts by index: `num_drafts_R` verified and `num_accepted_R` accepted in each row."""
-        draft_K1 = np.arange(self.config.speculation)[:, None]
-        drafted, accepted = ((draft_K1 < num_R).sum(1).tolist() for num_R in (num_drafts_R, num_accepted_R))
-        if self._depth is not None:
-            self._depth.note_drafts(drafted, accepted)
-        for index, (num, num_accepted) in enumerate(zip(drafted, accepted, strict=True), 1):
-            self._totals[f"drafted_{index}"] += num
-            self._totals[f"accepted_{index}"] += num_accepted
-
     def _drop_cache(self) -> None:
         """Drop the KV cache; running requests are prefilled again. Zero the memory, because attention multiplies masked
         values by 0, which does not silence NaN."""
@@ -375,8 +322,8 @@ class Core:
         self._scheduler.remove(request)
         self._outbox.append((request.id, request.chunk()))
         self._totals[f"{reason}_samples"] += 1
-        if self._depth is not None:
-            self._depth.note_end(request.num_prefilled, request.num_sampled)
+        if self._drafting is not None:
+            self._drafting.chooser.note_end(request.num_prefilled, request.num_sampled)
         unfinished = self._requests[request.id]
         unfinished.remove(request)
         if not unfinished:
@@ -437,8 +384,9 @@ class Core:
 
     def metrics(self) -> dict[str, float]:
         """Totals since the start, and current gauges."""
+        totals = self._totals | ({} if self._drafting is None else self._drafting.totals)
         return {
-            **{f"total_{name}": float(total) for name, total in self._totals.items()},
+            **{f"total_{name}": float(total) for name, total in totals.items()},
             **self._scheduler.metrics(),
             "version": float(self.version.step),
         }
@@ -481,7 +429,7 @@ def refuse_unservable(id: str, prompt: Prompt, config: RolloutConfig, vocab_size
         raise RequestError(f"prompt {id!r}: stop_texts: expected text, received ''")
 
 
-# -- what a batch consists of ------------------------------------------------------------------------------------------
+# -- batches that run as one function ----------------------------------------------------------------------------------
 
 
 def is_uniform_decode(requests: Collection[Request]) -> bool:
@@ -492,31 +440,6 @@ def is_uniform_decode(requests: Collection[Request]) -> bool:
         request.num_uncomputed == 1 and (request.prompt.sampling.temperature == 0) == is_greedy and request.is_bare
         for request in requests
     )
-
-
-def is_prefilling(batch: Mapping[Request, int]) -> bool:
-    """Whether any request is in prefill: computes more than its last token and drafts."""
-    return any(min(num_tokens, request.num_uncomputed) > 1 for request, num_tokens in batch.items())
-
-
-def is_mtp_prefilled(requests: Iterable[Request], depth: int) -> bool:
-    """Whether the MTP modules that draft have run over all tokens the main model has computed."""
-    return not depth or all(request.num_mtp_computed[depth - 1] == request.num_computed for request in requests)
-
-
-def moment_of(
-    requests: Collection[Request],
-    num_modules: int,
-    num_after_prefill: int,
-    is_separate_step: bool,
-    max_mtp_prefill: int,
-) -> Moment:
-    mtp_lag = [
-        sum(request.num_computed - request.num_mtp_computed[module] for request in requests)
-        for module in range(num_modules)
-    ]
-    num_remaining = sum(request.num_remaining for request in requests) / len(requests)
-    return Moment(len(requests), num_after_prefill, is_separate_step, mtp_lag, num_remaining, max_mtp_prefill)
 
 
 # -- weight updates ----------------------------------------------------------------------------------------------------

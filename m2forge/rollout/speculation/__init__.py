@@ -1,4 +1,4 @@
 """Speculative decoding.
 
-In reading order: verify, adaptive_depth.
+In reading order: drafting, verify, adaptive_depth.
 """
