@@ -57,18 +57,27 @@ RUNNER_FILES = re.compile(
 
 
 def functions(source: str) -> dict[str, str]:
-    """Functions and methods of a test file, without their layout, by the inner part of pytest's id."""
+    """Functions and methods of a test file, without their layout, by the inner part of pytest's id. A class also has the
+    methods of its bases in the same file."""
     found: dict[str, str] = {}
     try:
-        pending: list[tuple[str, ast.stmt]] = [("", node) for node in ast.parse(source).body]
+        body = ast.parse(source).body
     except (SyntaxError, ValueError):
         return {}
+    pending: list[tuple[str, ast.stmt]] = [("", node) for node in body]
     while pending:
         prefix, node = pending.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             found[prefix + node.name] = ast.dump(node)
         elif isinstance(node, ast.ClassDef):
             pending += [(f"{prefix}{node.name}::", inner) for inner in node.body]
+    for owner in body:
+        if not isinstance(owner, ast.ClassDef):
+            continue
+        for base in owner.bases:
+            start = f"{base.id}::" if isinstance(base, ast.Name) else "::"
+            for name in [name for name in found if name.startswith(start)]:
+                found.setdefault(f"{owner.name}::{name.removeprefix(start)}", found[name])
     return found
 
 

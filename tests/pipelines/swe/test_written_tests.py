@@ -23,6 +23,14 @@ def test_only_tests_that_the_base_lacks_count() -> None:
     assert counted({A}, {A}, {FILE: OLD}, {FILE: f"# More.\n{OLD}"}) == set()
 
 
+def test_a_changed_test_of_a_base_class_counts_where_it_runs() -> None:
+    old = "class Base:\n    def test_a(self): assert 1\n    def test_b(self): pass\n\nclass TestOne(Base): pass\n"
+    ids = {f"{FILE}::TestOne::test_a", f"{FILE}::TestOne::test_b"}
+    assert counted(ids, ids, {FILE: old}, {FILE: old.replace("1", "2")}) == {f"{FILE}::TestOne::test_a"}
+    own = old.replace("(Base): pass", "(Base):\n    def test_a(self): pass")
+    assert counted(ids, ids, {FILE: own}, {FILE: own.replace("1", "2")}) == set()
+
+
 @pytest.mark.parametrize(
     ("right", "wrong", "mutants", "is_rewarded"),
     [
