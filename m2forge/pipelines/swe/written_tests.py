@@ -57,8 +57,8 @@ RUNNER_FILES = re.compile(
 
 
 def functions(source: str) -> dict[str, str]:
-    """Functions and methods of a test file, without their layout, by the inner part of pytest's id. A class also has the
-    methods of its bases in the same file."""
+    """Functions and methods of a test file, without their layout, by the inner part of an id of pytest. A class also
+    has the methods of its bases in the same file."""
     found: dict[str, str] = {}
     try:
         body = ast.parse(source).body
