@@ -1,9 +1,10 @@
 """Folders of both pipelines under Harbor's own lint, all of its rules, and ours: how many, and how many findings.
 
     terminal    the tasks of the labelled sample, each with every text of its instruction from no hint to all
-    swe         two pairs of releases, and injected bugs
+    swe         two pairs of releases, and injected bugs; or, with --swe, those of earlier runs
 
-    python benchmarks/folder_lint.py --harbor build/harbor/bin/harbor [--bugs NUM] [--runs DIR] [--quick] [--json]
+    python benchmarks/folder_lint.py --harbor build/harbor/bin/harbor [--bugs NUM] [--swe RUN...] [--runs DIR] [--quick]
+        [--json]
 
 `make test-harbor` installs Harbor there. Sdists and wheels are downloaded on first use. --quick: one question of four,
 and five bugs. --runs: the runs stay there, and the same command resumes them.
@@ -44,6 +45,12 @@ def swe_folders(runs: Path, quick: bool, num_bugs: int) -> list[Path]:
     return sorted((run_dir / "tasks").iterdir())
 
 
+def earlier_folders(runs: Sequence[Path]) -> list[Path]:
+    """The folders of runs of the pipeline `swe`, a task once."""
+    found = {path.name: path.absolute() for run in runs for path in sorted((run / "tasks").iterdir())}
+    return list(found.values())
+
+
 def terminal_folders(runs: Path, quick: bool) -> list[Path]:
     """The variants of every accepted question; those of one text once."""
     posts = SAMPLE / "Posts.xml"
@@ -78,13 +85,14 @@ def main() -> None:
     parser.add_argument("--harbor", type=Path, required=True, help="Harbor's program")
     parser.add_argument("--bugs", type=int, default=NUM_BUGS, help="bugs of each release")
     parser.add_argument("--runs", type=Path, help="where the runs stay")
+    parser.add_argument("--swe", type=Path, nargs="+", metavar="RUN", help="earlier runs of the pipeline `swe`")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         runs = (options.runs or Path(scratch)).absolute()
         runs.mkdir(parents=True, exist_ok=True)
         found = {
             "terminal": terminal_folders(runs, options.quick),
-            "swe": swe_folders(runs, options.quick, options.bugs),
+            "swe": earlier_folders(options.swe) if options.swe else swe_folders(runs, options.quick, options.bugs),
         }
         rows, num_theirs, num_ours = [], 0, 0
         for name, folders in found.items():
