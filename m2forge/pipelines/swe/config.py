@@ -39,7 +39,8 @@ class RepositoryConfig(Config):
 
 
 class BuildModelConfig(Config):
-    """The model that repairs environments which rules could not build, by one action a round."""
+    """The model that repairs environments which rules could not build, by one action a round: requirements and
+    variables in Python and Node, variables in other languages."""
 
     model: str = Field(min_length=1)
     """A key of `models`."""

@@ -43,7 +43,7 @@ from m2forge.pipelines.swe.candidate import Candidate, permissive
 from m2forge.pipelines.swe.code_review import Review as CodeReview
 from m2forge.pipelines.swe.code_review import find_reviews, review_files
 from m2forge.pipelines.swe.config import BuildModelConfig, SweConfig
-from m2forge.pipelines.swe.environment import REPAIRED, Broken, Built, Runner, build, repair
+from m2forge.pipelines.swe.environment import Broken, Built, Runner, build, is_repairable, repair
 from m2forge.pipelines.swe.goal import add_goals, goal_statement
 from m2forge.pipelines.swe.injection import inject, prepare_release
 from m2forge.pipelines.swe.source import (
@@ -262,9 +262,8 @@ class _Build(_Sandboxed):
         built = context.run(build(candidate, self.runner))
         if isinstance(built, Built):
             return item.adding(environment=_environment_data(built.environment))
-        # The model's actions are about requirements of Python.
-        is_repairable = self._model is not None and built.reason in REPAIRED and candidate.language == Python.name
-        return item.adding(repair=Broken.of(built).to_dict()) if is_repairable else built
+        is_repaired = self._model is not None and is_repairable(built, candidate.toolchain)
+        return item.adding(repair=Broken.of(built).to_dict()) if is_repaired else built
 
 
 class _Repair(_Sandboxed):

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,24 @@ from m2forge.pipelines.store import StageYield
 from m2forge.pipelines.swe import pipeline
 from m2forge.pipelines.swe.config import BuildModelConfig, RepositoryConfig, SweConfig
 from m2forge.pipelines.swe.environment import MutantLimit, Runner, read_report
-from m2forge.pipelines.swe.toolchains import python
+from m2forge.pipelines.swe.toolchains import node, python
+from m2forge.pipelines.swe.toolchains.table import TOOLCHAINS
 from m2forge.pipelines.swe.toolchains.toolchain import Environment, Outcomes, TestRun, Toolchain
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.tasks.folders.task_image import TaskImage
 from tests.pipelines.endpoint import Endpoint, completion, serving
-from tests.pipelines.swe import projects
+from tests.pipelines.swe import projects, test_languages
 from tests.pipelines.swe.test_pipeline import HISTORY
+from tests.pipelines.swe.toolchains import test_debian
 
+History = Sequence[tuple[str, Mapping[str, str]]]
+FIX = "Fix the total"
+HISTORIES: dict[str, History] = {
+    "c": (("Begin", test_debian.C_OLD), (FIX, test_debian.C_NEW)),
+    "node": (("Begin", test_debian.NODE_OLD), (FIX, test_debian.NODE_NEW)),
+    "go": (("Begin", test_languages.GO), (FIX, test_languages.GO_FIXED)),
+    "rust": (("Begin", test_languages.RUST), (FIX, test_languages.RUST_FIXED)),
+}
 ADD = json.dumps({"action": "add", "requirement": "sums-data"})
 SET = json.dumps({"action": "set", "variable": "SUMS_MODE", "value": "plain"})
 
@@ -78,7 +88,7 @@ def test_a_mutant_that_never_ends_decides_nothing() -> None:
 
 
 class ScriptedRunner:
-    """Tests run only with the package sums-data and the variable SUMS_MODE."""
+    """Tests run only with the package sums-data, if their toolchain has any, and the variable SUMS_MODE."""
 
     async def version(self, toolchain: Toolchain) -> str:
         return "3.12"
@@ -89,10 +99,10 @@ class ScriptedRunner:
     async def run(
         self, toolchain: Toolchain, image: TaskImage, patches: Sequence[str], targets: Sequence[str]
     ) -> TestRun:
-        for wanted in ("sums-data", "SUMS_MODE=plain"):
+        for wanted in ("sums-data", "SUMS_MODE=plain")[toolchain.index is None :]:
             if wanted not in image.base:
                 return TestRun(problem="no report", output=f"Collected in 0.1{len(image.base)}s: {wanted} is missing")
-        return TestRun()
+        return TestRun({"tests/test_sums.py::test_first": Outcomes.PASSED})
 
 
 @pytest.fixture
@@ -105,13 +115,16 @@ def _scripted(monkeypatch: pytest.MonkeyPatch) -> None:
         return ()
 
     monkeypatch.setattr(python, "resolve", resolve)
+    monkeypatch.setattr(node, "download", lambda requirements: "modules.tar")
     monkeypatch.setattr(pipeline, "Runner", lambda *_: ScriptedRunner())
 
 
-def run_build(tmp_path: Path, url: str, *, replay: bool = False, **keys: Any) -> list[StageYield]:
+def run_build(
+    tmp_path: Path, url: str, history: History = HISTORY, *, replay: bool = False, **keys: Any
+) -> list[StageYield]:
     """The stages up to the last repair."""
     if not (tmp_path / "clone").exists():
-        projects.write_history(tmp_path / "clone", *HISTORY)
+        projects.write_history(tmp_path / "clone", *history)
         (tmp_path / "run").mkdir()
     repository = RepositoryConfig(path=str(tmp_path / "clone"), package="sums")
     swe = SweConfig(repositories=(repository,), build_model=BuildModelConfig(model="m", **keys))
@@ -193,3 +206,36 @@ def test_a_replay_needs_no_endpoint_and_refuses_a_miss(tmp_path: Path) -> None:
         connection.execute("DELETE FROM completion WHERE stage = 'repair-2'")
     with pytest.raises(RunError, match=r"replay: stage repair-2 asks m for a completion that is not stored"):
         run_build(tmp_path, "http://127.0.0.1:1", replay=True)
+
+
+@pytest.mark.usefixtures("_scripted")
+@pytest.mark.parametrize("language", HISTORIES)
+def test_every_language_is_repaired_by_the_actions_it_has(tmp_path: Path, language: str) -> None:
+    replies = [ADD, SET]
+    with serving(lambda body, number: completion(replies[number])) as endpoint:
+        yields = {one.name: one for one in run_build(tmp_path, endpoint.url, HISTORIES[language])}
+    assert yields["repair-4"].num_made == 1
+    system = endpoint.requests[0]["messages"][0]["content"]
+    assert ('"action": "add"' in system) is (language == "node")
+    first, second = prompts(endpoint)
+    assert {"c": "check: tests/check", "node": '"sums"', "go": "module", "rust": "edition"}[language] in first
+    assert ("no action: expected an object with action: set" in second) is (language != "node")
+
+
+@pytest.mark.usefixtures("_scripted")
+def test_packages_that_no_index_has_are_not_asked_about(tmp_path: Path) -> None:
+    needs = {"go.mod": test_languages.GO["go.mod"] + "\nrequire example.com/more v1.0.0\n"}
+    history = [(message, {**files, **needs}) for message, files in HISTORIES["go"]]
+    with serving(lambda body, number: completion(ADD)) as endpoint:
+        yields = {one.name: one for one in run_build(tmp_path, endpoint.url, history)}
+    assert endpoint.requests == []
+    assert yields["build"].rejected == {"environment": 1}
+
+
+@pytest.mark.parametrize("language", TOOLCHAINS)
+def test_variables_of_the_model_are_in_the_dockerfile(language: str) -> None:
+    toolchain = TOOLCHAINS[language]
+    made = Environment(language, (), (), "1", ("SUMS_MODE=plain",))
+    dockerfile = toolchain.files("sums", projects.release({}), made)["Dockerfile"].content.decode()
+    assert 'ENV SUMS_MODE="plain"\n' in dockerfile
+    assert dockerfile.index("SUMS_MODE") < dockerfile.rindex("RUN ")

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from m2forge.pipelines.swe.toolchains import c_suite
-from m2forge.pipelines.swe.toolchains.toolchain import Environment, Toolchain, commit_command, testbed
+from m2forge.pipelines.swe.toolchains.toolchain import Environment, Toolchain, commit_command, settings, testbed
 from m2forge.pipelines.swe.tree import Release, Tree
 from m2forge.tasks.folders.folder import FolderFile
 from m2forge.tasks.folders.swe_bench import BASE_IMAGE, TESTBED, USER
@@ -37,7 +37,7 @@ COPY suite /opt/suite
 COPY unconfigured /opt/unconfigured
 RUN mkdir -p {cache} && chown {user}:{user} {cache}
 WORKDIR /opt/unconfigured
-USER {user}
+{settings}USER {user}
 RUN python3 -s {program} {cache}/build --configure
 COPY --chown={user}:{user} testbed {testbed}
 WORKDIR {testbed}
@@ -48,6 +48,7 @@ RUN python3 -s {program} {cache}/build --build
 
 class C(Toolchain):
     name = "c"
+    manifests = _BUILD_FILES
     version_command = ("gcc", "-dumpfullversion")
     report = "programs"
 
@@ -87,7 +88,13 @@ class C(Toolchain):
 
     def files(self, package: str, release: Release, environment: Environment) -> dict[str, FolderFile]:
         dockerfile = _DOCKERFILE.format(
-            base=BASE_IMAGE, cache=CACHE, user=USER, testbed=TESTBED, commit=commit_command(), program=PROGRAM
+            base=BASE_IMAGE,
+            cache=CACHE,
+            user=USER,
+            testbed=TESTBED,
+            settings=settings(environment),
+            commit=commit_command(),
+            program=PROGRAM,
         )
         own = {
             "Dockerfile": FolderFile(dockerfile.encode()),

@@ -30,6 +30,7 @@ class Go(Toolchain):
     name = "go"
     version_command = ("go", "version")
     report = "go-json"
+    manifests = (MODULE,)
 
     def is_project(self, tree: Tree) -> bool:
         return MODULE in tree
@@ -48,11 +49,11 @@ class Go(Toolchain):
         required = _REQUIRED.findall(re.sub(r"^\s+", "", _text(release.tree, MODULE), flags=re.MULTILINE))
         if required and VENDORED not in release.tree:
             raise DataError(f"{MODULE}: requires {', '.join(required[:5])}, and the tree has no {VENDORED}")
-        return Environment(self.name, (), (), version)
+        return Environment(self.name, (), (), version, edits.variables)
 
     def files(self, package: str, release: Release, environment: Environment) -> dict[str, FolderFile]:
         flags = "-mod=vendor" if VENDORED in release.tree else "-mod=mod"
-        recipe = dockerfile(("go",), {**_VARIABLES, "GOFLAGS": flags}, "go test -vet=off -run '^$' ./...")
+        recipe = dockerfile(("go",), environment, {**_VARIABLES, "GOFLAGS": flags}, "go test -vet=off -run '^$' ./...")
         return {"Dockerfile": recipe, **testbed(release.tree)}
 
     def command(self, targets: Sequence[str], max_failures: int | None = None) -> tuple[str, ...]:

@@ -19,13 +19,14 @@ from pathlib import Path, PurePosixPath
 from m2forge.compiled import cache_folder
 from m2forge.errors import NotFoundError
 from m2forge.files import write_atomic
-from m2forge.pipelines.swe.action import Edits
+from m2forge.pipelines.swe.action import NPM, Edits, module_name
 from m2forge.pipelines.swe.toolchains import node_suite
 from m2forge.pipelines.swe.toolchains.toolchain import (
     Environment,
     TestRun,
     Toolchain,
     commit_command,
+    settings,
     testbed,
 )
 from m2forge.pipelines.swe.tree import Release, Tree
@@ -43,7 +44,7 @@ COPY modules /opt/modules
 RUN mkdir -p {modules} && for file in /opt/modules/*.tar; do tar -xf "$file" -C /; done
 COPY --chown={user}:{user} testbed {testbed}
 WORKDIR {testbed}
-USER {user}
+{settings}USER {user}
 RUN {commit}
 """
 
@@ -53,6 +54,8 @@ class Node(Toolchain):
     version_command = ("node", "--version")
     is_compiled = False
     report = "programs"
+    index = NPM
+    manifests = ("package.json",)
 
     def is_project(self, tree: Tree) -> bool:
         return "package.json" in tree
@@ -79,17 +82,18 @@ class Node(Toolchain):
         wanted = {name: development[name] for name in sorted(imported | runners) if name in development}
         missing = {name: "*" for name in runners if name not in development}
         every = _table(package, "dependencies") | wanted | missing
-        return [f"{name}@{version}" for name, version in every.items() if ":" not in version]
+        named = [f"{name}@{version}" for name, version in every.items() if ":" not in version]
+        return [*edits.apply(named, module_name), *edits.requirements]
 
     def _is_script(self, path: str) -> bool:
         return path.endswith(_ENDINGS) and self.is_test(path)
 
     def environment(self, release: Release, version: str, asked: Sequence[str], edits: Edits) -> Environment:
         wanted = [*self.requirements(release, edits), *asked]
-        return Environment(self.name, tuple(wanted), (download(wanted),) if wanted else (), version)
+        return Environment(self.name, tuple(wanted), (download(wanted),) if wanted else (), version, edits.variables)
 
     def asks(self, run: TestRun, release: Release, environment: Environment) -> list[str]:
-        known = {text.rpartition("@")[0] or text for text in environment.requirements}
+        known = {module_name(text) for text in environment.requirements}
         development = _table(_package(release.tree), "devDependencies")
         text = run.output + "\n".join(run.messages.values())
         found = [name for name in dict.fromkeys(_MISSING.findall(text)) if name not in known]
@@ -106,7 +110,12 @@ class Node(Toolchain):
 
     def files(self, package: str, release: Release, environment: Environment) -> dict[str, FolderFile]:
         dockerfile = _DOCKERFILE.format(
-            base=BASE_IMAGE, modules=node_suite.MODULES, user=USER, testbed=TESTBED, commit=commit_command()
+            base=BASE_IMAGE,
+            modules=node_suite.MODULES,
+            user=USER,
+            testbed=TESTBED,
+            settings=settings(environment),
+            commit=commit_command(),
         )
         own = {
             "Dockerfile": FolderFile(dockerfile.encode()),

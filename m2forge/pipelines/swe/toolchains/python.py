@@ -28,13 +28,14 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 from m2forge.compiled import cache_folder
 from m2forge.errors import NotFoundError
 from m2forge.files import write_atomic
-from m2forge.pipelines.swe.action import Edits, read_requirement, requirement_name
+from m2forge.pipelines.swe.action import PYPI, Edits, read_requirement, requirement_name
 from m2forge.pipelines.swe.toolchains.toolchain import (
     REPORT_PATH,
     Environment,
     TestRun,
     Toolchain,
     commit_command,
+    settings,
     testbed,
 )
 from m2forge.pipelines.swe.tree import Release, Tree, parse_metadata, read_pyproject
@@ -136,6 +137,7 @@ class Python(Toolchain):
     version_command = ("python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])")
     is_compiled = False
     report = "pytest-junit"
+    index = PYPI
 
     def is_project(self, tree: Tree) -> bool:
         return any(_BUILD_FILE.fullmatch(path) for path in tree)
@@ -166,7 +168,6 @@ class Python(Toolchain):
     def files(self, package: str, release: Release, environment: Environment) -> dict[str, FolderFile]:
         message = parse_metadata(release.metadata)
         own = f"{message.get('Name', package).replace('-', '_')}-{message.get('Version', '0')}.dist-info"
-        settings = [text.partition("=") for text in environment.variables]
         is_src = any(path.startswith("src/") and path.endswith(".py") for path in release.tree)
         dockerfile = _DOCKERFILE.format(
             base=BASE_IMAGE,
@@ -176,7 +177,7 @@ class Python(Toolchain):
             user=USER,
             testbed=TESTBED,
             path=":".join([TESTBED + ("/src" if is_src else ""), METADATA_FOLDER]),
-            settings="".join(f'ENV {name}="{value}"\n' for name, _, value in settings),
+            settings=settings(environment),
             commit=commit_command(),
         )
         files = {
@@ -207,7 +208,8 @@ _PYTEST = ("python3", "-s", "-m", "pytest", "-p", "no:cacheprovider", "-q")
 
 def _edited(release: Release, edits: Edits) -> tuple[list[str], list[str]]:
     """The project's requirements as a model edited them."""
-    runtime, wanted = map(edits.apply, project_requirements(release.tree, release.metadata))
+    found = project_requirements(release.tree, release.metadata)
+    runtime, wanted = (edits.apply(requirements, requirement_name) for requirements in found)
     return [*runtime, *edits.requirements], wanted
 
 

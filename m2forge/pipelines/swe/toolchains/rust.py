@@ -60,6 +60,7 @@ class Rust(Toolchain):
     name = "rust"
     version_command = ("rustc", "--version")
     report = "libtest"
+    manifests = (MANIFEST,)
 
     def is_project(self, tree: Tree) -> bool:
         return MANIFEST in tree
@@ -72,12 +73,13 @@ class Rust(Toolchain):
         configs = (release.tree.get(path) for path in (".cargo/config.toml", ".cargo/config"))
         if foreign and not any(file is not None and b"vendored-sources" in file.content for file in configs):
             raise DataError(f"{MANIFEST}: depends on {', '.join(foreign[:5])}, and .cargo/config.toml vendors nothing")
-        return Environment(self.name, (), (), version)
+        return Environment(self.name, (), (), version, edits.variables)
 
     def files(self, package: str, release: Release, environment: Environment) -> dict[str, FolderFile]:
         warm = f"{_TOUCH}; cargo test --offline --workspace --no-run"
         variables = _VARIABLES | ({} if _aborts(release.tree) else _DYNAMIC)
-        return {"Dockerfile": dockerfile(("cargo", "rustc", "cc"), variables, warm), **testbed(release.tree)}
+        recipe = dockerfile(("cargo", "rustc", "cc"), environment, variables, warm)
+        return {"Dockerfile": recipe, **testbed(release.tree)}
 
     def command(self, targets: Sequence[str], max_failures: int | None = None) -> tuple[str, ...]:
         pairs = [word for target in targets for word in (target, _options(target))]

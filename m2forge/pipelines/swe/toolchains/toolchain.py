@@ -17,7 +17,7 @@ from enum import StrEnum
 from pathlib import PurePosixPath
 from typing import ClassVar
 
-from m2forge.pipelines.swe.action import Edits
+from m2forge.pipelines.swe.action import Edits, Index
 from m2forge.pipelines.swe.tree import COMMIT, GIT_ENV, Release, Tree
 from m2forge.tasks.folders.folder import FolderFile
 from m2forge.tasks.folders.suite_tests import FAILED, PASSED, REPORT, SKIPPED
@@ -80,6 +80,10 @@ class Toolchain(ABC):
     """Whether a compiler sees some faults before any test does."""
     report: ClassVar[str]
     """A key of `suite_tests.FORMATS`."""
+    index: ClassVar[Index | None] = None
+    """Where packages come from that a build model may add, pin and remove; None: it may set variables alone."""
+    manifests: ClassVar[tuple[str, ...]] = ()
+    """Files by which a build model knows a project, the first that a tree has; none: its metadata."""
 
     @abstractmethod
     def is_project(self, tree: Tree) -> bool:
@@ -112,7 +116,7 @@ class Toolchain(ABC):
     def environment(self, release: Release, version: str, asked: Sequence[str], edits: Edits) -> Environment:
         """The environment of a project, downloaded as far as it needs to be; raises DataError or NotFoundError.
         `asked`: requirements that the output of runs asked for."""
-        return Environment(self.name, (), (), version)
+        return Environment(self.name, (), (), version, edits.variables)
 
     def asks(self, run: TestRun, release: Release, environment: Environment) -> list[str]:
         """Requirements that the output of a run asks for and the environment lacks."""
@@ -146,6 +150,12 @@ def testbed(tree: Tree) -> dict[str, FolderFile]:
     return {f"testbed/{path}": file for path, file in tree.items()}
 
 
+def settings(environment: Environment) -> str:
+    """Lines of a Dockerfile with the variables that a model set."""
+    pairs = [text.partition("=") for text in environment.variables]
+    return "".join(f'ENV {name}="{value}"\n' for name, _, value in pairs)
+
+
 def commit_command() -> str:
     """Makes the repository of the tree, the same commit everywhere."""
     variables = " ".join(f"{key}={shlex.quote(value)}" for key, value in GIT_ENV.items())
@@ -165,7 +175,9 @@ CACHE = "/opt/cache"
 """Folder of the image that tests may write, for what compilers keep."""
 
 
-def dockerfile(programs: Sequence[str], variables: Mapping[str, str], warm: str) -> FolderFile:
+def dockerfile(
+    programs: Sequence[str], environment: Environment, variables: Mapping[str, str], warm: str
+) -> FolderFile:
     """A Dockerfile over a base image that has the programs. `warm`: a command that fills the compiler's cache in
     `CACHE`, after the base is committed; it may fail, and what it leaves in the repository is removed."""
     needed = (*programs, "git", "python3")
@@ -176,7 +188,8 @@ def dockerfile(programs: Sequence[str], variables: Mapping[str, str], warm: str)
         cache=CACHE,
         user=USER,
         testbed=TESTBED,
-        variables="".join(f"ENV {key}={shlex.quote(value)}\n" for key, value in variables.items()),
+        variables=settings(environment)
+        + "".join(f"ENV {key}={shlex.quote(value)}\n" for key, value in variables.items()),
         commit=commit_command(),
         warm=f"({warm}) >/dev/null 2>&1; git clean -fdxq && git checkout -q .",
     )

@@ -1,5 +1,6 @@
 """`m2forge pipeline` over pairs of Debian archives: a C project with a Makefile, a Node project with node:test."""
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from m2forge.sandbox.channel import program
 from m2forge.sandbox.namespace import run_folder
 from m2forge.tasks.folders.folder import TaskFolder, read_folders
 from m2forge.tasks.folders.swe_bench import folder_record
+from tests.pipelines.endpoint import completion, serving
 from tests.pipelines.swe import projects
 from tests.pipelines.swe.test_languages import problem_of
 from tests.pipelines.swe.test_source import write_tar
@@ -64,12 +66,12 @@ def _caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     run_folder.cache_clear()
 
 
-def run(tmp_path: Path, old: Mapping[str, str], new: Mapping[str, str]) -> TaskFolder:
+def run(tmp_path: Path, old: Mapping[str, str], new: Mapping[str, str], tables: str = "") -> TaskFolder:
     """The one task folder that a pair of archives becomes; its gates ran the solution and nothing."""
     for version, files in (("1.0", old), ("1.1", new)):
         write_tar(tmp_path / f"sums_{version}.orig.tar.gz", dict(files))
     pair = [f"{tmp_path}/sums_{version}.orig.tar.gz" for version in ("1.0", "1.1")]
-    (tmp_path / "run.toml").write_text(f'name = "r"\nworkers = 1\n[swe]\ndebian = [{pair}]\n')
+    (tmp_path / "run.toml").write_text(f'name = "r"\nworkers = 1\n[swe]\ndebian = [{pair}]\n{tables}')
     assert main(["pipeline", str(tmp_path / "run.toml"), "--runs", str(tmp_path / "runs")]) == 0
     (folder,), rejected = read_folders(tmp_path / "runs" / "r" / "tasks")
     assert rejected == []
@@ -103,3 +105,20 @@ def test_a_node_project_becomes_a_task(tmp_path: Path) -> None:
     printed = "TAP version 13\\n# Subtest: sums\\n    ok 1 - first\\nok 1 - sums\\nok 2 - total"
     script = f"printf %s 'exports.first = () => {{ console.log(\"{printed}\"); process.reallyExit(0) }}' > sums.js"
     assert "is forged" in problem_of(folder, script)
+
+
+@pytest.mark.long
+def test_a_build_model_sets_options_of_the_compiler(tmp_path: Path) -> None:
+    if shutil.which("gcc", path="/usr/bin") is None or shutil.which("make", path="/usr/bin") is None:
+        pytest.skip("needs gcc and make")
+    strict = {"Makefile": MAKEFILE.replace("$(CC)", "$(CC) -std=c89 $(CFLAGS)")}
+    later = {"tests/check.c": C_NEW_TEST.replace("{\n", "{\n    for (int i = 0; i < 2; i++) total(i, i);\n", 1)}
+    earlier = {"tests/check.c": C_TEST.replace("{\n", "{\n    for (int i = 0; i < 2; i++) first(i, i);\n", 1)}
+    action = json.dumps({"action": "set", "variable": "CFLAGS", "value": "-std=gnu99"})
+    with serving(lambda body, number: completion(action)) as endpoint:
+        tables = f'build_model = {{model = "m"}}\n[models.m]\nurl = "{endpoint.url}"\nmodel = "m"\n'
+        folder = run(tmp_path, {**C_OLD, **strict, **earlier}, {**C_NEW, **strict, **later}, tables)
+    assert len(endpoint.requests) == 1
+    assert "initial declarations are only allowed in C99" in endpoint.requests[0]["messages"][1]["content"]
+    assert folder_record(folder)["FAIL_TO_PASS"] == ["check::make check::total"]
+    assert 'ENV CFLAGS="-std=gnu99"' in (folder.path / "environment" / "Dockerfile").read_text()
