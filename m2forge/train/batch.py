@@ -14,8 +14,9 @@ have count 0 in the plan: they have no loss edges and add nothing to expert load
 Shapes: N tokens, M edges, L layers with a router, K experts chosen.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from m2forge.model.config import ModelConfig
 from m2forge.model.plan import AttentionPlan, CausalRows, Documents, Trees
+from m2forge.model.transformer import Output
 from m2forge.records import NO_TARGET, Pack
 from m2forge.train.config import PolicyConfig
 from m2forge.tree.build import Problem
@@ -258,6 +260,41 @@ def _plan(pack: Pack, device: torch.device, length: int | None) -> AttentionPlan
         # Set even without padding, so that one compiled graph serves all packs.
         plan.count_N = _on(device, np.arange(length) < num_tokens)
     return plan
+
+
+# -- the micro-batches of a pack ---------------------------------------------------------------------------------------
+
+
+BatchT = TypeVar("BatchT", bound=Batch | TreeBatch)
+BatchT_co = TypeVar("BatchT_co", bound=Batch | TreeBatch, covariant=True)
+
+
+class MicroBatches(Protocol[BatchT_co]):
+    @property
+    def num_batches(self) -> int: ...
+
+    def loads(self) -> Iterator[Tensor | None]:
+        """Runs forward without gradients; the expert loads, which add up to the pack's."""
+        ...
+
+    def batches(self) -> Iterator[BatchT_co]:
+        """The caller runs each batch forward and backward before it takes the next."""
+        ...
+
+
+class WholePack(Generic[BatchT]):
+    """The pack as one batch; `Walk` (walk.py) is the other kind."""
+
+    num_batches = 1
+
+    def __init__(self, make: Callable[[], BatchT], forward: Callable[[BatchT], Output]) -> None:
+        self._make, self._forward = make, forward
+
+    def loads(self) -> Iterator[Tensor | None]:
+        yield self._forward(self._make()).load_LE
+
+    def batches(self) -> Iterator[BatchT]:
+        yield self._make()
 
 
 # -- blank batches -----------------------------------------------------------------------------------------------------

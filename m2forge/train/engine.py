@@ -19,7 +19,6 @@ Metrics are returned as one tensor whose copy to the host is asynchronous, so a 
 #     train/config.py             the loss and its limits
 #     tree/pack.py                trees cut and packed into micro-batches
 #     tree/flat.py                a pack in depth-first order, with its loss edges
-#     train/walk.py               a pack as one batch, or segment by segment
 #     model/plan.py               the attention mask of a pack
 #     model/transformer.py        the network and its MTP modules
 #     model/rotary.py             cos and sin of the rotary embedding
@@ -54,7 +53,9 @@ from m2forge.model.transformer import Output, Transformer, aux_loss, max_violati
 from m2forge.records import FloatArray, Pack
 from m2forge.train.batch import (
     Batch,
+    MicroBatches,
     TreeBatch,
+    WholePack,
     blank_batch,
     blank_tree_batch,
     bucket_length,
@@ -71,7 +72,7 @@ from m2forge.train.loss.policy import policy_loss
 from m2forge.train.optimizer import Norms, Optimizer
 from m2forge.train.parallel import SINGLE_RANK, Ranks, sharded_modules
 from m2forge.train.step_metrics import PolicySums, RowSums, StepCounts, TokenLogprobs
-from m2forge.train.walk import MicroBatches, RowSegments, TreeSegments, TreeWalk, Walk, WholePack
+from m2forge.train.walk import RowSegments, TreeSegments, TreeWalk, Walk
 from m2forge.tree.build import Problem
 from m2forge.tree.flat import FlatTree
 from m2forge.tree.pack import pack_trees

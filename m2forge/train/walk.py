@@ -1,7 +1,4 @@
-"""A pack in, micro-batches out: the whole pack, or its segments in the order of a walk.
-
-    WholePack   one batch
-    Walk        depth-first over the segments of a pack (tree/segment.py); `recompute = "walk"`
+"""A pack in, micro-batches out: its segments (tree/segment.py), depth-first. `recompute = "walk"`.
 
 The way down runs a segment without gradients and keeps its keys and values on a stack (model/path.py), and its last
 states, which MTP modules below need. On the way back the segment is a micro-batch: it runs again with gradients, over
@@ -17,7 +14,7 @@ way down of every segment first, and keeps the keys and values of all that are n
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol
 
 import numpy as np
 import torch
@@ -28,39 +25,10 @@ from m2forge.model.path import Chain, PathPlan, PathStack, Subtrees
 from m2forge.model.plan import Trees
 from m2forge.model.transformer import Output
 from m2forge.records import Pack
-from m2forge.train.batch import Batch, TreeBatch, make_batch
+from m2forge.train.batch import Batch, BatchT, BatchT_co, TreeBatch, make_batch
 from m2forge.train.config import WalkConfig
 from m2forge.tree.flat import FlatTree
 from m2forge.tree.segment import Segment, cut_documents, cut_segments, edges_by_segment, slice_tree
-
-BatchT = TypeVar("BatchT", bound=Batch | TreeBatch)
-BatchT_co = TypeVar("BatchT_co", bound=Batch | TreeBatch, covariant=True)
-
-
-class MicroBatches(Protocol[BatchT_co]):
-    @property
-    def num_batches(self) -> int: ...
-
-    def loads(self) -> Iterator[Tensor | None]:
-        """Runs forward without gradients; the expert loads, which add up to the pack's."""
-        ...
-
-    def batches(self) -> Iterator[BatchT_co]:
-        """The caller runs each batch forward and backward before it takes the next."""
-        ...
-
-
-class WholePack(Generic[BatchT]):
-    num_batches = 1
-
-    def __init__(self, make: Callable[[], BatchT], forward: Callable[[BatchT], Output]) -> None:
-        self._make, self._forward = make, forward
-
-    def loads(self) -> Iterator[Tensor | None]:
-        yield self._forward(self._make()).load_LE
-
-    def batches(self) -> Iterator[BatchT]:
-        yield self._make()
 
 
 class Segments(Protocol[BatchT_co]):
