@@ -29,7 +29,7 @@ T = TypeVar("T")
 LEARNING_RATES = (2e-7, 5e-7, 1e-6)
 NUM_REPLICAS = 2
 INDEX_BYTES = 4
-"""Of an element in a list of 32-bit indices, the usual form of such changes."""
+"""A 32-bit index, by which such changes are usually stored."""
 
 
 class Masters:

@@ -49,10 +49,6 @@ class LayeredAttend(Protocol):
         ...
 
 
-def at_layer(attend: Attend, layer: int) -> Attend:
-    return attend.at_layer(layer) if isinstance(attend, LayeredAttend) else attend
-
-
 class AttentionPlan(Protocol):
     @property
     def position_N(self) -> Tensor:

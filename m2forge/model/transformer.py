@@ -23,7 +23,7 @@ from m2forge.kernels.expert import dispatch, expert_ffn
 from m2forge.kernels.linear import linear, linear_float32, pack
 from m2forge.kernels.pointwise import gated, rms_norm, rotate
 from m2forge.model.config import LoRAConfig, ModelConfig, MoEConfig
-from m2forge.model.plan import Attend, AttentionPlan, CausalRows, at_layer
+from m2forge.model.plan import Attend, AttentionPlan, CausalRows, LayeredAttend
 from m2forge.model.rotary import Rotation, frequencies, rotation
 
 
@@ -402,7 +402,7 @@ class Transformer(nn.Module):
         x_ND, balances = embedding_ND, []
         with fastest_attention(tokens.device):
             for layer, block in enumerate(self.blocks):
-                attend = at_layer(windowed if self.config.is_windowed(layer) else full, layer)
+                attend = _at_layer(windowed if self.config.is_windowed(layer) else full, layer)
                 x_ND, balance = self._run(block, x_ND, rotary, attend, plan.count_N, recorded.get(layer))
                 balances.append(balance)
             chosen_NLK = _chosen(balances) if returns_experts else None
@@ -411,7 +411,7 @@ class Transformer(nn.Module):
                 state_ND, embedding_ND = state_ND.detach(), embedding_ND.detach()
             last = windowed if self.config.is_windowed(self.config.num_layers - 1) else full
             for layer, module in enumerate(self.mtp if with_mtp else (), start=self.config.num_layers):
-                parent_ND, attend = plan.to_parent(state_ND), at_layer(last, layer)
+                parent_ND, attend = plan.to_parent(state_ND), _at_layer(last, layer)
                 state_ND, balance = self._run(module, parent_ND, embedding_ND, rotary, attend, plan.count_N)
                 balances.append(balance)
                 assert isinstance(module, MTPModule)
@@ -551,6 +551,10 @@ def _rows(tokens: Tensor) -> tuple[int, int]:
     if tokens.dim() != 2:
         raise ValueError(f"tokens of shape {tuple(tokens.shape)} need a plan; without one give (rows, length)")
     return tokens.shape[0], tokens.shape[1]
+
+
+def _at_layer(attend: Attend, layer: int) -> Attend:
+    return attend.at_layer(layer) if isinstance(attend, LayeredAttend) else attend
 
 
 def _chosen(balances: list[Balance | None]) -> Tensor | None:

@@ -185,7 +185,7 @@ class MeshConfig(Config):
         return self
 
     def of_ranks(self, num_ranks: int) -> Self:
-        """The mesh of so many ranks, without auto."""
+        """The mesh of this number of ranks, without auto."""
         sizes = {name: size for name in ("replicate", "shard") if (size := getattr(self, name)) != "auto"}
         taken = math.prod(sizes.values())
         if num_ranks % taken or (len(sizes) == 2 and taken != num_ranks):

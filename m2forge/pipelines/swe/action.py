@@ -101,7 +101,7 @@ class Index:
     exact: re.Pattern[str]
     """Searched in a requirement that one version alone fulfils."""
     examples: tuple[str, str]
-    """Of a requirement, and of an exact one."""
+    """A requirement, and one that one version alone fulfils."""
     needed: frozenset[str] = frozenset()
     """Names without which no test runs."""
 
