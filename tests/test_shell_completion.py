@@ -93,19 +93,25 @@ def test_every_option_that_sets_keys_has_a_config_class() -> None:
         assert set(config_kinds(name)) == options, name
 
 
-def test_an_answer_takes_half_a_second_and_no_torch() -> None:
-    program = "import sys; sys.modules['torch'] = None; from m2forge import cli; sys.exit(cli.main())"
-    command = [sys.executable, "-c", program, "__complete", "rl", "--set", "agent."]
+def cpu_s(*command: str) -> tuple[float, str]:
+    """Shortest CPU time of three runs, and their output: other processes lengthen the wait, and now and then this."""
     seconds = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert "agent.timeout_s=" in done.stdout.splitlines()
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        # Time on a CPU: other processes lengthen the wait, and now and then this too.
         seconds.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
-    assert min(seconds) < 0.6
+    return min(seconds), done.stdout
+
+
+def test_an_answer_takes_half_a_second_and_no_torch() -> None:
+    program = "import sys; sys.modules['torch'] = None; from m2forge import cli; sys.exit(cli.main())"
+    seconds, answer = cpu_s("-c", program, "__complete", "rl", "--set", "agent.")
+    assert "agent.timeout_s=" in answer.splitlines()
+    # Slower where the libraries alone take longer: a full machine's caches are not ours.
+    libraries_s, _ = cpu_s("-c", "import numpy, pydantic, typer")
+    assert seconds < max(0.6, 2.5 * libraries_s)
 
 
 def ask_bash(folder: Path, *lines: str) -> list[list[str]]:

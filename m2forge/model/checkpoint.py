@@ -40,7 +40,7 @@ def open_source(path: Path) -> Source:
     folders = [path]
     while (base := _base(folders[-1])) is not None:
         if base in folders:
-            raise CheckpointError(f"{folders[-1]}: its base {base} has this one for its own")
+            raise CheckpointError(f"{folders[-1]}: its base {base} builds on this one")
         folders.append(base)
     last = folders.pop()
     source: Source = GGUFSource(last) if last.suffix == GGUF_SUFFIX and last.is_file() else FolderSource(last)

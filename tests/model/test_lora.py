@@ -145,7 +145,7 @@ def test_an_adapter_of_an_adapter_is_merged_twice_and_exported(tmp_path: Path) -
     (tmp_path / "adapter" / ADAPTER_CONFIG_FILE).write_text(
         json.dumps(content | {"base_model_name_or_path": str(tmp_path / "second")})
     )
-    with pytest.raises(CheckpointError, match="is an adapter of this one"):
+    with pytest.raises(CheckpointError, match="builds on this one"):
         open_source(tmp_path / "second")
 
 
