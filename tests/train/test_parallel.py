@@ -120,7 +120,7 @@ def trees_of(step: int, ranks: Ranks) -> list[TokenTree]:
 
 
 def share_of(items: list[_T], step: int, ranks: Ranks) -> list[_T]:
-    """Of three, the first rank has two and the last one; in every other step three and none."""
+    """Three items: two for the first rank and one for the last; in every other step all for the first."""
     if ranks.num_ranks == 1:
         return items
     num_first = 2 + step % 2
