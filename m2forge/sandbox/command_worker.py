@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import math
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -50,6 +51,8 @@ class ProcessWorker(StreamWorker):
         self._messages = bytearray()
         """Bytes received on `status`, cut to one more than a keeper sends."""
         self._is_over = False
+        self._killed: list[int] = []
+        """A pidfd for each process that this side killed itself."""
 
     async def start(self, env: Mapping[str, str], folder: Path) -> None:
         """`env`: the command's complete environment."""
@@ -130,6 +133,7 @@ class ProcessWorker(StreamWorker):
             # The keeper was killed before it could report. The command died with it; this kills the command's group.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(command, signal.SIGKILL)
+        await self._await_deaths()
         await self._streams.drain(LAST_WORDS_S)
         self._streams.close()
         self._control.abort()
@@ -140,7 +144,19 @@ class ProcessWorker(StreamWorker):
         self._reason = self._reason or reason
         for process in (*keeper.descendants(self._process.pid), self._process.pid):
             with contextlib.suppress(ProcessLookupError, PermissionError):
+                self._killed.append(os.pidfd_open(process))
                 os.kill(process, signal.SIGKILL)
+
+    async def _await_deaths(self) -> None:
+        """Wait until the processes that this side killed are dead, which takes a moment after the signal."""
+        end_s = time.monotonic() + keeper.GIVE_UP_S
+        for process in self._killed:
+            death = select.poll()
+            death.register(process, select.POLLIN)
+            while not death.poll(0) and time.monotonic() < end_s:
+                await asyncio.sleep(0.005)
+            os.close(process)
+        self._killed.clear()
 
     def _judge(self, finished_s: float) -> Outcome:
         # Without a report the keeper was killed: by this side with a reason, or by another process.
