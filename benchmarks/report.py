@@ -42,10 +42,30 @@ INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimdhp", "bf16",
 """Which of them a processor has decides what its CPU kernels can do."""
 
 
+def cpu_ticks() -> list[int]:
+    """The kernel's counts of CPU time by kind since it started; empty where it has none."""
+    try:
+        return [int(count) for count in Path("/proc/stat").read_text().partition("\n")[0].split()[1:]]
+    except (OSError, ValueError):
+        return []
+
+
+STEAL = 7
+"""The position of time in which the machine's host ran something else."""
+TICKS_AT_START = cpu_ticks()
+
+
+def stolen() -> str:
+    """The share of the CPU time since the start that the host took away, if it is worth a word."""
+    spent = [now - before for now, before in zip(cpu_ticks(), TICKS_AT_START, strict=True)]
+    share = spent[STEAL] / max(1, sum(spent)) if len(spent) > STEAL else 0.0
+    return f", {share:.0%} of CPU time stolen by the host" if share >= 0.01 else ""
+
+
 def hardware() -> str:
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    return f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    return f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}{stolen()}"
 
 
 def processor() -> str:
