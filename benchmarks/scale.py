@@ -5,7 +5,9 @@ beside changes with 32-bit indices. Float32 masters move by ±lr, as Adam's firs
 so the share of changed elements is that of a run at this learning rate. Replicas that apply the changes to the version
 before must hold the bits of the whole copy.
 
-    python benchmarks/scale.py [--part weights] [--json] [--quick]
+`--part walk`: see scale_walk.py.
+
+    python benchmarks/scale.py [--part NAME] [--json] [--quick]
 """
 
 import tempfile
@@ -17,6 +19,7 @@ from typing import TypeVar
 
 import torch
 from report import Bar, arguments, finish, print_table
+from scale_walk import walk
 
 from m2forge.model.build import build
 from m2forge.model.checkpoint import fill, load_model, open_source
@@ -113,7 +116,7 @@ def timed(call: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - started_s, result
 
 
-PARTS = {"weights": weights}
+PARTS = {"weights": weights, "walk": walk}
 
 
 def main() -> None:

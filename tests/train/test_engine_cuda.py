@@ -10,7 +10,7 @@ from m2forge.model.build import build
 from m2forge.model.config import ModelConfig
 from m2forge.model.preset import preset
 from m2forge.model.transformer import Transformer
-from m2forge.train.config import OptimizerConfig, PolicyConfig
+from m2forge.train.config import OptimizerConfig, PolicyConfig, WalkConfig
 from m2forge.train.engine import PendingMetrics, TrainEngine
 from tests.model.draw_tree import branching_tree
 from tests.train.draw import draw_pack
@@ -48,9 +48,11 @@ def over_rows(engine: TrainEngine) -> PendingMetrics:
 class Stepped:
     """An engine after one step."""
 
-    def __init__(self, model: Transformer, run: Callable[[TrainEngine], PendingMetrics]) -> None:
+    def __init__(
+        self, model: Transformer, run: Callable[[TrainEngine], PendingMetrics], walk: WalkConfig | None = None
+    ) -> None:
         self.model, self.margin = model, watch_margin(model)
-        engine = TrainEngine(model, OPTIMIZER, policy=POLICY, router_bias="balanced")
+        engine = TrainEngine(model, OPTIMIZER, policy=POLICY, router_bias="balanced", walk=walk)
         self.gradients = watch_gradients(engine)
         self.figures = run(engine).read()
         self.state = {name: value.double().cpu() for name, value in model.state_dict().items()}
@@ -67,15 +69,22 @@ def relative_error(ours: Tensor, expected: Tensor) -> float:
     return float((ours.double().cpu() - expected).norm() / expected.norm())
 
 
+WALKS = [None, WalkConfig(segment_tokens=100), WalkConfig(segment_tokens=128, recompute="block", stack="host")]
+
+
+@pytest.mark.parametrize("walk", WALKS, ids=["whole", "walk", "walk on the host"])
 @pytest.mark.parametrize("run", [over_trees, over_rows])
-def test_a_float32_step_on_cuda_is_the_float64_step_on_a_cpu(run: Callable[[TrainEngine], PendingMetrics]) -> None:
+def test_a_float32_step_on_cuda_is_the_float64_step_on_a_cpu(
+    run: Callable[[TrainEngine], PendingMetrics], walk: WalkConfig | None
+) -> None:
     for seed in range(8):
         start = build(tiny(), DEVICE, torch.float32, seed=seed)
         exact = exact_step(start, run)
         if exact.margin() > SAFE_MARGIN:
             break
     assert exact.margin() > SAFE_MARGIN
-    ours = Stepped(start, run)
+    start.recompute = "none" if walk is None else walk.recompute
+    ours = Stepped(start, run, walk)
     assert ours.gradients.keys() == exact.gradients.keys()
     errors = {name: relative_error(ours.gradients[name], expected) for name, expected in exact.gradients.items()}
     # Float32 rounds to 6e-8; sums over a thousand tokens, six blocks forward and back.
@@ -92,11 +101,17 @@ def test_a_float32_step_on_cuda_is_the_float64_step_on_a_cpu(run: Callable[[Trai
         torch.testing.assert_close(ours.state[name], expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("walk", WALKS, ids=["whole", "walk", "walk on the host"])
 @pytest.mark.parametrize("run", [over_trees, over_rows])
-def test_a_bfloat16_step_on_cuda_is_near_the_float64_step(run: Callable[[TrainEngine], PendingMetrics]) -> None:
+def test_a_bfloat16_step_on_cuda_is_near_the_float64_step(
+    run: Callable[[TrainEngine], PendingMetrics], walk: WalkConfig | None
+) -> None:
     start = build(tiny(), DEVICE, torch.bfloat16, seed=0)
     exact = exact_step(start, run)
-    ours = Stepped(start, run)
+    start.recompute = "none" if walk is None else walk.recompute
+    if walk is not None:
+        start.compile_blocks()
+    ours = Stepped(start, run, walk)
     whole = [torch.cat([x.double().cpu().flatten() for x in s.gradients.values()]) for s in (ours, exact)]
     # bfloat16 rounds to 4e-3, and tokens near a tie go to other experts: 1% is usual, a wrong mask or module is 100%.
     assert relative_error(*whole) < 0.05
