@@ -165,6 +165,23 @@ def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     return attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
+def _any_length(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    # A function of its own: torch counts recompilations by function, and drops the kernel after eight.
+    attention = cast(Callable[..., Tensor], flex_attention)
+    return attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+@functools.cache
+def _compiled_for_any_length() -> Callable[..., Tensor]:
+    compiled: Callable[..., Tensor] = torch.compile(_any_length, dynamic=True)
+    return compiled
+
+
+def path_flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    """The same for keys of a path, whose number differs from call to call: one kernel serves all of them."""
+    return _compiled_for_any_length()(q, k, v, mask)
+
+
 # Inlined into a compiled block, its nodes would be recompiled for every tree.
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not type it
 def eager_tree_attention(q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, layout: TreeLayout) -> Tensor:

@@ -18,7 +18,7 @@ K head dimension.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +27,9 @@ from torch.autograd.function import once_differentiable
 from m2forge.kernels.arithmetic import at_least_float32
 from m2forge.kernels.path_attention import path_attention_plain, path_mask
 from m2forge.model.config import WindowConfig
-from m2forge.model.plan import FlexAttend
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 class PathTensor:
@@ -123,6 +125,17 @@ class _PlainAttend:
         return path_attention_plain(q_NHK, k_PGK, v_PGK, self.mask_NP)
 
 
+@dataclass(frozen=True)
+class _FlexAttend:
+    mask: "BlockMask"
+
+    def __call__(self, q_NHK: Tensor, k_PGK: Tensor, v_PGK: Tensor) -> Tensor:
+        from m2forge.kernels.flex import path_flex
+
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_NHK, k_PGK, v_PGK))
+        return path_flex(q, k, v, self.mask)[0].transpose(0, 1)
+
+
 class Subtrees(Protocol):
     """The tokens of a segment in depth-first order, padding last. `Trees` is one."""
 
@@ -186,7 +199,7 @@ class PathPlan:
         if self.position_N.is_cuda:
             from m2forge.kernels.flex import path_mask as block_mask
 
-            return PathAttend(self, FlexAttend(block_mask(*geometry, *sight)))
+            return PathAttend(self, _FlexAttend(block_mask(*geometry, *sight)))
         return PathAttend(self, _PlainAttend(path_mask(*geometry, *sight)))
 
     def to_parent(self, x_ND: Tensor) -> Tensor:
@@ -209,7 +222,7 @@ class PathPlan:
 @dataclass(frozen=True)
 class PathAttend:
     plan: PathPlan
-    attend: FlexAttend | _PlainAttend
+    attend: _FlexAttend | _PlainAttend
     layer: int = -1
 
     def at_layer(self, layer: int) -> "PathAttend":

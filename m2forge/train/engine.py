@@ -126,6 +126,8 @@ class StepReport(PendingMetrics):
         return self._logprobs.read()
 
 
+SHORT_SEGMENT = 128
+"""Segments of a walk that are shorter than a bucket are padded to a power of two, at least this one."""
 _PackT = TypeVar("_PackT")
 _ToRun: TypeAlias = Sequence[MicroBatches[Batch]] | Sequence[MicroBatches[TreeBatch]]
 
@@ -337,6 +339,8 @@ class TrainEngine:
         bucket, most = self.policy.bucket_tokens, self.policy.pack_tokens
         if self.walk is not None:
             most = min(most, self.walk.segment_tokens)
+            # Many segments are short branches, which a whole bucket of padding would multiply.
+            bucket = min(bucket, max(SHORT_SEGMENT, 1 << (pack.num_tokens - 1).bit_length()))
         return make_tree_batch(
             pack,
             self.device,
