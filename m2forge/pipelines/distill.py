@@ -54,7 +54,7 @@ from m2forge.protocols import Sandbox
 from m2forge.records import JsonValue, Task, Verdict
 from m2forge.tasks.folders.folder import SOLVE_NAME
 from m2forge.tasks.folders.folder_family import FOLDER_KEY, FolderFamily
-from m2forge.tasks.folders.verification import FolderHost
+from m2forge.tasks.folders.folder_host import FolderHost
 from m2forge.tasks.task_set import split_of
 
 ATIF_VERSION = "ATIF-v1.8"

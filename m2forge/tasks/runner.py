@@ -41,7 +41,7 @@ from m2forge.sandbox.process import ProcessSandbox
 from m2forge.tasks.config import VerifyConfig
 from m2forge.tasks.family import family_key_of, family_name, shown
 from m2forge.tasks.folders.folder_family import FOLDER_KEY
-from m2forge.tasks.folders.verification import FolderHost
+from m2forge.tasks.folders.folder_host import FolderHost
 from m2forge.tasks.llm_judge import KEY_VARIABLE, SETTINGS_VARIABLE
 from m2forge.tasks.source import located
 from m2forge.tasks.task_set import Distinct, FamilyInfo, Split
