@@ -32,12 +32,11 @@ from typing import Literal
 from m2forge.errors import ConfigError, DataError, FormatError, NotFoundError
 from m2forge.files import staged_folder
 from m2forge.sft.archive import plain_suffix
-from m2forge.sft.arrow import read_arrow, read_parquet
 from m2forge.sft.atif import read_atif
 from m2forge.sft.config import PromptPart, SFTDataConfig, SourceConfig
 from m2forge.sft.encode import Encoded, encode
-from m2forge.sft.jsonl import read_jsonl
 from m2forge.sft.report import Note, Rejection, Report
+from m2forge.sft.row_file import read_arrow, read_jsonl, read_parquet
 from m2forge.sft.split import Selection, conversation_hash
 from m2forge.sft.trajectory import Trajectory
 from m2forge.sft.trajectory_store import META, Store, StoreWriter

@@ -1,7 +1,7 @@
 """Synthetic tool-calling trajectories, as an example of a data source: small enough for a tiny model to learn.
 
-`generate` yields OpenAI-style objects that jsonl.py reads: a short system prompt, one to three tools, a request, and an
-assistant that thinks, calls tools (once, two in parallel, or two in sequence), reflects on the results and answers.
+`generate` yields OpenAI-style objects that row_file.py reads: a short system prompt, one to three tools, a request, and
+an assistant that thinks, calls tools (once, two in parallel, or two in sequence), reflects on the results and answers.
 Names, paths and numbers are combined from parts; the held-out split uses only combinations that training never shows.
 Requests quote the values, so that a small vocabulary tokenizes them as it does in a call, and calling means copying.
 This exercises the whole path from file to loss. It measures nothing about a model of real size.

@@ -1,6 +1,6 @@
 """One conversation to train on: messages, available tools, and which messages carry loss.
 
-Readers (jsonl.py, atif.py) create trajectories; encode.py tokenizes them. Invariants: it holds an assistant message,
+Readers (row_file.py, atif.py) create trajectories; encode.py tokenizes them. Invariants: it holds an assistant message,
 tool results follow the calls they answer, in call order, and `trained` says for each message whether it carries loss.
 Messages of other roles never carry loss, whatever `trained` says.
 """

@@ -15,11 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from m2forge.errors import ConfigError, DataError
-from m2forge.sft.arrow import read_arrow, read_parquet
 from m2forge.sft.encode import Encoded, encode
-from m2forge.sft.jsonl import read_jsonl
 from m2forge.sft.report import Problem, Report
 from m2forge.sft.row import RowFormat
+from m2forge.sft.row_file import read_arrow, read_jsonl, read_parquet
 from m2forge.sft.trajectory import Trajectory
 from m2forge.text.message import message_to_openai, tool_to_openai
 from m2forge.unpack import UnpackConfig

@@ -10,8 +10,8 @@ import pyarrow
 import pytest
 
 from m2forge.records import JsonValue
-from m2forge.sft.jsonl import read_jsonl
 from m2forge.sft.report import Problem, Report
+from m2forge.sft.row_file import read_jsonl
 from m2forge.text.message import Message, ToolCall
 from tests.sft.sample import ADD, GOOD, noise, write_lines
 

@@ -8,8 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from m2forge.sft.encode import Encoded, encode
-from m2forge.sft.jsonl import read_jsonl
 from m2forge.sft.report import Report
+from m2forge.sft.row_file import read_jsonl
 from m2forge.sft.synthetic import TOOLS, Split, generate, write_jsonl
 from m2forge.sft.trajectory import Trajectory
 from m2forge.text.format import MINIMAX_M2_SPECIALS, make_format

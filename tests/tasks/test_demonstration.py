@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from m2forge.records import Submission
-from m2forge.sft.jsonl import read_jsonl
 from m2forge.sft.report import Report
+from m2forge.sft.row_file import read_jsonl
 from m2forge.tasks.catalog import EMBEDDED, family_of
 from m2forge.tasks.demonstration import demonstrations, write_demonstrations
 from m2forge.tasks.task_set import TaskSet
