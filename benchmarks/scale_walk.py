@@ -104,10 +104,10 @@ def m2_layers() -> list[Bar]:
     model = adapted(preset("m2").with_layers(4).model_copy(update={"num_mtp": 0}))
     ways = {"block": None, "walk": WalkConfig(segment_tokens=SEGMENT)}
     rows, found = [], {}
-    for name, walk in ways.items():
+    for name, config in ways.items():
         # The first steps compile, for one length and then for any.
         for length in (WARM, MIDDLE, MIDDLE, LONG):
-            found[name, length] = measure(model, length, walk)
+            found[name, length] = measure(model, length, config)
         del found[name, WARM]
     measure(model, MIDDLE, ways["walk"], 4 * NUM_BRANCHES)
     for length in (MIDDLE, LONG):
