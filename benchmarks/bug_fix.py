@@ -35,7 +35,7 @@ from m2forge.records import JsonValue, Task
 from m2forge.rl.eval import EvalResult
 from m2forge.sft.config import SFTConfig
 from m2forge.sft.stage import run_sft
-from m2forge.tasks.jsonl_family import JsonlFamily
+from m2forge.tasks.task_file import JsonlFamily
 from m2forge.text.message import Message, Tool, tool_from_openai
 from m2forge.text.parser import Completion
 

@@ -17,7 +17,7 @@ from forge_probe import Attempt, Probe
 
 from m2forge.agents.workspace import task_files
 from m2forge.records import Submission, Task
-from m2forge.tasks.jsonl_family import JsonlFamily
+from m2forge.tasks.task_file import JsonlFamily
 from m2forge.tasks.task_set import TaskSet
 from m2forge.text.message import Message, Tool
 from m2forge.text.parser import Completion

@@ -5,7 +5,7 @@
     FOLDER/count.jsonl      Write the number of lines of thunder.txt to pebble.txt.
     FOLDER/copy.jsonl       Copy walnut.txt to attic/saddle.txt.
 
-Each file is a source of tasks for `m2forge rl` (`m2forge/tasks/jsonl_family.py`) with `command` verifiers, which look
+Each file is a source of tasks for `m2forge rl` (`m2forge/tasks/task_file.py`) with `command` verifiers, which look
 at the files that the agent left. A task's split is that of `JsonlFamily`: one instruction in five is held out, by its
 hash. A demonstration runs one command that solves the task and then mini-swe-agent's command that ends the attempt.
 

@@ -24,7 +24,7 @@ from m2forge.records import Submission
 from m2forge.tasks.catalog import EMBEDDED, find_family
 from m2forge.tasks.config import VerifyConfig
 from m2forge.tasks.family import VerdictReason
-from m2forge.tasks.gym import EVALUATING
+from m2forge.tasks.library_family import EVALUATING
 from m2forge.tasks.runner import TaskRunner
 from m2forge.tasks.source import GYM_PREFIX
 

@@ -22,7 +22,7 @@ from m2forge.protocols import Endpoint
 from m2forge.records import Submission
 from m2forge.rl.config import RLConfig, WorkerAgentConfig
 from m2forge.tasks.folders.folder import FolderFile
-from m2forge.tasks.jsonl_family import JsonlFamily
+from m2forge.tasks.task_file import JsonlFamily
 from m2forge.text.message import message_from_openai, tool_from_openai
 from tests.gateway.dialogue import chatml
 from tests.gateway.live import live

@@ -21,7 +21,7 @@ from m2forge.protocols import Endpoint
 from m2forge.records import Submission, Task
 from m2forge.rl.config import CommandAgentConfig, RLConfig
 from m2forge.rl.eval import EvalResult
-from m2forge.tasks.jsonl_family import JsonlFamily
+from m2forge.tasks.task_file import JsonlFamily
 from m2forge.tasks.task_set import split_by_hash
 from tests.gateway.dialogue import chatml
 from tests.gateway.live import check_recorded, live, num_new_tokens

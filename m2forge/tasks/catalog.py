@@ -13,12 +13,11 @@ from m2forge.tasks.agent import Chain, Copies, Gather
 from m2forge.tasks.digit import Joins, Raises, Replies
 from m2forge.tasks.family import Family, family_key_of
 from m2forge.tasks.folders.folder_family import FolderFamily
-from m2forge.tasks.gym import GymFamily
-from m2forge.tasks.jsonl_family import JsonlFamily
+from m2forge.tasks.library_family import GymFamily, VerifiersFamily
 from m2forge.tasks.single_turn import Counters, StackProgram, Words
 from m2forge.tasks.source import FORMS, Source, SourceKind, located, parse_source
+from m2forge.tasks.task_file import JsonlFamily
 from m2forge.tasks.user_code import load_object
-from m2forge.tasks.verifiers_family import VerifiersFamily
 
 EMBEDDED: tuple[Family, ...] = (
     Counters(),

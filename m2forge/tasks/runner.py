@@ -44,9 +44,9 @@ from m2forge.tasks.folders.folder_family import FOLDER_KEY
 from m2forge.tasks.folders.folder_host import FolderHost
 from m2forge.tasks.llm_judge import KEY_VARIABLE, SETTINGS_VARIABLE
 from m2forge.tasks.source import located
+from m2forge.tasks.task_file import TimeLimitError, read_verifier, run_inside
 from m2forge.tasks.task_set import Distinct, FamilyInfo, Split
 from m2forge.tasks.time_limit import MAX_WAIT
-from m2forge.tasks.verifier import TimeLimitError, read_verifier, run_inside
 from m2forge.tasks.worker import MAX_REPLY_BYTES, RequestOutcome
 from m2forge.text.message import Message, Tool, message_from_openai, tool_from_openai
 

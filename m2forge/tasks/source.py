@@ -3,7 +3,7 @@
     chain                     an embedded family, by its name
     my_tasks.py:Stack         a class, or an instance, in a file
     package.module:Stack      the same in a module that Python can import
-    tasks.jsonl               one task a line (`tasks/jsonl_family.py`)
+    tasks.jsonl               one task a line (`tasks/task_file.py`)
     reasoning-gym:NAME        a dataset of that library
     verifiers:ENV             an environment of that library
     folders:PATH              task folders (`tasks/folders/folder_family.py`)

@@ -1,4 +1,4 @@
-"""Imports users' modules: `FILE.py:NAME` or `PACKAGE.MODULE:NAME` in, the named object out.
+"""Imports users' modules: `FILE.py:NAME` or `PACKAGE.MODULE:NAME` in, the named object out; calls reward functions.
 
 Modules of tasks are imported in worker processes alone (`tasks/worker.py`), so that one that crashes or never ends does
 not take the run with it. A module that raises at import is refused with the end of its traceback.
@@ -7,13 +7,16 @@ not take the run with it. A module that raises at import is refused with the end
 import hashlib
 import importlib
 import importlib.util
+import math
 import sys
 import traceback
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from m2forge.errors import ConfigError, NotFoundError, suggest
+from m2forge.errors import ConfigError, NotFoundError, RecordError, suggest
+from m2forge.records import Submission, Task, Verdict
 from m2forge.tasks.source import SourceKind, parse_reference
 
 TRACE_LINES = 6
@@ -72,3 +75,28 @@ def end_of_trace(error: BaseException) -> str:
     """The last lines of a traceback, for a message about a user's module."""
     lines = "".join(traceback.format_exception(error)).strip().splitlines()
     return "\n".join(f"    {line}" for line in lines[-TRACE_LINES:])
+
+
+def find_reward(reference: str) -> Callable[[Task, Submission, Verdict], object]:
+    """The function of `reward.function`."""
+    found = load_object(reference)
+    if not callable(found):
+        raise ConfigError(f"{reference}: expected a function of a task, a submission and a verdict, received {found!r}")
+    return found
+
+
+def call_reward(reference: str, task: Task, submission: Submission, verdict: Verdict) -> float | tuple[float, ...]:
+    """The reward of an episode, or of each of its steps."""
+    value = find_reward(reference)(task, submission, verdict)
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(one, int | float) and math.isfinite(one) for one in value
+    ):
+        received = "nothing" if value is None else repr(value)[:100]
+        raise RecordError(f"{reference}: expected a finite number, or one for each step, received {received}")
+    if len(value) != len(submission.steps):
+        raise RecordError(
+            f"{reference}: expected one reward for each of {len(submission.steps)} steps, received {len(value)}"
+        )
+    return tuple(float(one) for one in value)

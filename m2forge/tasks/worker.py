@@ -40,10 +40,11 @@ from m2forge.errors import M2ForgeError, RecordError
 from m2forge.records import JsonValue, Submission, Task, Verdict
 from m2forge.tasks.catalog import find_family
 from m2forge.tasks.family import Family, Preparing, UnavailableError, portable
-from m2forge.tasks.gym import GymFamily
+from m2forge.tasks.library_family import GymFamily
+from m2forge.tasks.task_file import TimeLimitError, as_verdict
 from m2forge.tasks.task_set import Split, TaskSet, describe
 from m2forge.tasks.time_limit import MAX_WAIT, Use
-from m2forge.tasks.verifier import TimeLimitError, as_verdict, call_reward, find_reward
+from m2forge.tasks.user_code import call_reward, find_reward
 from m2forge.text.message import message_to_openai, tool_to_openai
 
 MAX_TRACE = 4000

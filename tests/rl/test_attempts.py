@@ -35,7 +35,7 @@ from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.tasks.agent import Chain
 from m2forge.tasks.catalog import find_family
 from m2forge.tasks.config import VerifyConfig
-from m2forge.tasks.gym import GymFamily
+from m2forge.tasks.library_family import GymFamily
 from m2forge.tasks.runner import BrokenVerifierError, TaskRunner
 from m2forge.text.message import Message, Tool, ToolCall
 from tests.gateway.dialogue import minimax

@@ -15,7 +15,7 @@ from m2forge.tasks import answer
 from m2forge.tasks.answer import read_answer, score
 from m2forge.tasks.catalog import EMBEDDED
 from m2forge.tasks.family import Checkable, Family
-from m2forge.tasks.jsonl_family import JsonlFamily
+from m2forge.tasks.task_file import JsonlFamily
 
 CHECKABLE = [family for family in EMBEDDED if isinstance(family, Checkable)]
 LINES: list[dict[str, JsonValue]] = [

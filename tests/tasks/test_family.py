@@ -14,7 +14,7 @@ from m2forge.tasks.agent import KEYS, Chain, Gather
 from m2forge.tasks.answer import plain
 from m2forge.tasks.catalog import EMBEDDED, family_of, find_family
 from m2forge.tasks.family import Family, Verdict
-from m2forge.tasks.gym import GymFamily
+from m2forge.tasks.library_family import GymFamily
 from m2forge.tasks.single_turn import Counters, StackProgram, Words
 from m2forge.tasks.task_set import HELD_OUT_EVERY, TaskSet, split_of
 from m2forge.text.format import make_format

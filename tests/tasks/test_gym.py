@@ -12,7 +12,7 @@ import pytest
 from m2forge.errors import ConfigError, DataError, NotFoundError
 from m2forge.records import Submission, Task
 from m2forge.tasks.catalog import find_family
-from m2forge.tasks.gym import EVALUATING, GymFamily, _num_levels
+from m2forge.tasks.library_family import EVALUATING, GymFamily, _num_levels
 
 factory = importlib.import_module("reasoning_gym.factory")
 

@@ -8,7 +8,7 @@ import pytest
 
 from m2forge.errors import DataError, M2ForgeError
 from m2forge.records import Domain, Submission, Task
-from m2forge.tasks.jsonl_family import JsonlFamily
+from m2forge.tasks.task_file import JsonlFamily
 from m2forge.tasks.task_set import TaskSet, describe, split_of
 
 LINE = {"instruction": "Name the capital of France.", "verifier": {"exact": "Paris"}}

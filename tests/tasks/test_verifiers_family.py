@@ -13,8 +13,8 @@ from m2forge.errors import ConfigError, RecordError
 from m2forge.records import ROLLOUT_KEY, Domain, Submission
 from m2forge.tasks.catalog import find_family
 from m2forge.tasks.family import Finite, UnavailableError
+from m2forge.tasks.library_family import rollout_verdict
 from m2forge.tasks.source import family_key, parse_source
-from m2forge.tasks.verifiers_family import rollout_verdict
 from tests.tasks.judge_endpoint import serve
 
 HAS_LIBRARY = importlib.util.find_spec("verifiers") is not None

@@ -15,7 +15,7 @@ from m2forge.tasks.family import Family, labelled, portable
 from m2forge.tasks.folders.export import Exported, export, folder_name, task_files
 from m2forge.tasks.folders.folder import FolderFile, TaskFolder, read_files, read_folders, write_folder
 from m2forge.tasks.folders.lint import lint
-from m2forge.tasks.jsonl_family import JsonlFamily
+from m2forge.tasks.task_file import JsonlFamily
 from m2forge.tasks.task_set import describe
 
 LINES: list[dict[str, JsonValue]] = [
