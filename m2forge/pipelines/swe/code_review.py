@@ -39,6 +39,7 @@ from m2forge.pipelines.swe.task import (
 )
 from m2forge.pipelines.swe.toolchains.toolchain import Environment
 from m2forge.pipelines.swe.tree import Tree
+from m2forge.python_source import parse_python
 from m2forge.records import JsonValue
 from m2forge.tasks.folders import swe_tests
 from m2forge.tasks.folders.folder import CONFIG_NAME, FileKind, FolderFile
@@ -166,14 +167,14 @@ def natural(source: str, mutation: Mutation) -> Mutation | None:
     if text is None or spelled != own:
         return None
     plain = replace(mutation, text=text)
-    trees = [ast.dump(ast.parse(one.apply(source))) for one in (plain, mutation)]
+    trees = [ast.dump(parse_python(one.apply(source))) for one in (plain, mutation)]
     return plain if trees[0] == trees[1] else None
 
 
 def _plain(text: str) -> str | None:
     """An expression with no bracket that it does not need."""
     try:
-        return ast.unparse(ast.parse(text, mode="eval"))
+        return ast.unparse(parse_python(f"({text}\n)"))
     except (SyntaxError, ValueError):
         return None
 

@@ -23,6 +23,7 @@ from m2forge.pipelines.swe.mutation import Mutation, functions, mutations
 from m2forge.pipelines.swe.toolchains.table import detect
 from m2forge.pipelines.swe.toolchains.toolchain import Environment, Outcomes, TestRun, Toolchain
 from m2forge.pipelines.swe.tree import Release, Tree
+from m2forge.python_source import parse_python
 from m2forge.records import JsonValue
 from m2forge.tasks.folders.task_image import TaskImage
 
@@ -213,7 +214,7 @@ def without_tests(path: str, source: str, names: Collection[str]) -> str | None:
 def without_functions(source: str, names: Collection[str]) -> str:
     """A test file without the functions of these names; a class or file stays valid."""
     try:
-        tree = ast.parse(source)
+        tree = parse_python(source)
     except (SyntaxError, ValueError):
         return source
     lines = source.splitlines(keepends=True)

@@ -21,6 +21,7 @@ from pathlib import PurePosixPath
 from typing import TypeGuard
 
 from m2forge.pipelines.swe import grammar
+from m2forge.python_source import parse_python
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -83,7 +84,7 @@ _BINARY: Mapping[type[ast.operator], str] = {
 
 def _python_mutations(source: str) -> Iterator[Mutation]:
     try:
-        tree = ast.parse(source)
+        tree = parse_python(source)
     except (SyntaxError, ValueError, RecursionError):
         return
     lines = source.encode().splitlines(keepends=True)
@@ -175,7 +176,7 @@ def _python_faults(node: ast.AST, text: Callable[[ast.expr], str]) -> Iterator[t
 
 def _python_functions(source: str) -> Iterator[tuple[int, int]]:
     try:
-        pending: list[ast.AST] = [ast.parse(source)]
+        pending: list[ast.AST] = [parse_python(source)]
     except (SyntaxError, ValueError):
         return
     while pending:

@@ -28,6 +28,7 @@ from m2forge.pipelines.swe.candidate import MAX_STATEMENT, Candidate
 from m2forge.pipelines.swe.speed_tests import MAX_RATIO
 from m2forge.pipelines.swe.toolchains.python import Python
 from m2forge.pipelines.swe.toolchains.toolchain import SOURCE_ENDINGS
+from m2forge.python_source import parse_python
 from m2forge.records import JsonValue
 
 MIN_WORDS = 4
@@ -186,7 +187,7 @@ def _words(contents: Iterator[bytes]) -> set[str]:
 def _used_names(source: str) -> Iterator[str]:
     """Names that a test file takes from elsewhere."""
     try:
-        tree = ast.parse(source)
+        tree = parse_python(source)
     except (SyntaxError, ValueError):
         return
     for node in ast.walk(tree):
@@ -235,7 +236,7 @@ def _module(path: str) -> str:
 
 def _docstring(source: str, function: str) -> str:
     try:
-        tree = ast.parse(source)
+        tree = parse_python(source)
     except (SyntaxError, ValueError):
         return ""
     for node in ast.walk(tree):

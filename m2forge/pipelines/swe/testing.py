@@ -40,6 +40,7 @@ from m2forge.pipelines.swe.toolchains.python import RUNNABLE_NAME
 from m2forge.pipelines.swe.toolchains.toolchain import TEST_PATH, Environment, TestRun
 from m2forge.pipelines.swe.tree import Tree
 from m2forge.pipelines.swe.written_tests import counted, sees
+from m2forge.python_source import parse_python
 from m2forge.records import JsonValue
 from m2forge.tasks.folders.folder import CONFIG_NAME, FileKind, FolderFile
 from m2forge.tasks.folders.swe_bench import TESTBED
@@ -98,7 +99,7 @@ def respell(path: str, source: str) -> str:
     if not path.endswith(".py"):
         return source
     try:
-        tree = _Respelled().visit(ast.parse(source))
+        tree = _Respelled().visit(parse_python(source))
     except (SyntaxError, ValueError):
         return source
     return ast.unparse(ast.fix_missing_locations(tree)) + "\n"

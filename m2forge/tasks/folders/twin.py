@@ -13,6 +13,8 @@ may expect their failure there.
 import ast
 import secrets
 
+from m2forge.python_source import parse_python
+
 _HEAD = """
 class {prefix}Other:
     __hash__ = None
@@ -33,7 +35,7 @@ def {prefix}end(begin):
 def names_of_tests(source: str) -> list[str]:
     """Names of the test functions of a file, in order; none if it is not Python."""
     try:
-        return [function.name for function in _test_functions(ast.parse(source))]
+        return [function.name for function in _test_functions(parse_python(source))]
     except (SyntaxError, ValueError):
         return []
 
@@ -41,7 +43,7 @@ def names_of_tests(source: str) -> list[str]:
 def failing_twin(source: str) -> str | None:
     """The twin of a test file; None if it has no test function."""
     try:
-        tree = ast.parse(source)
+        tree = parse_python(source)
     except (SyntaxError, ValueError):
         return None
     functions = _test_functions(tree)
@@ -51,7 +53,7 @@ def failing_twin(source: str) -> str | None:
     for function in functions:
         _turn(function, prefix)
     num_first = _num_leading(tree)
-    tree.body[num_first:num_first] = ast.parse(_HEAD.format(prefix=prefix)).body
+    tree.body[num_first:num_first] = parse_python(_HEAD.format(prefix=prefix)).body
     return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
 
 
@@ -79,7 +81,7 @@ def _num_leading(tree: ast.Module) -> int:
 
 
 def _turn(function: ast.FunctionDef | ast.AsyncFunctionDef, prefix: str) -> None:
-    begin = ast.parse(f"{prefix}begin = {prefix}count[0]").body
+    begin = parse_python(f"{prefix}begin = {prefix}count[0]").body
     turner = _Turner(prefix)
     body = [turned for node in function.body for turned in turner.turn(node)]
     function.body = [*begin, *body, *turner.end()]
@@ -94,7 +96,7 @@ class _Turner(ast.NodeTransformer):
         return turned if isinstance(turned, list) else [turned]
 
     def end(self) -> list[ast.stmt]:
-        return ast.parse(f"{self._prefix}end({self._prefix}begin)").body
+        return parse_python(f"{self._prefix}end({self._prefix}begin)").body
 
     def visit_Assert(self, node: ast.Assert) -> ast.Assert:
         if isinstance(node.test, ast.Compare) and isinstance(node.test.ops[-1], ast.Eq):
