@@ -104,6 +104,33 @@ def test_what_needs_sources_to_configure_is_left_to_the_build(tmp_path: Path, mo
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def configured_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, makefile: str) -> list[str]:
+    """The options of each call of a project's configure, a shell script."""
+    write(tmp_path, {"bin/autoreconf": "#!/bin/sh\n", "tree/Makefile.am": makefile})
+    write(tmp_path, {"tree/configure": f'#!/bin/sh\necho "$*" >>calls\n{script}\n'})
+    for name in ("bin/autoreconf", "tree/configure"):
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setitem(c_suite.ENV, "PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert c_suite.configure_automake(tmp_path / "tree") is None
+    return (tmp_path / "tree" / "calls").read_text().split("\n")[:-1]
+
+
+@pytest.mark.parametrize(
+    ("makefile", "options"),
+    [("LDADD = libsums.la\n", ["--disable-static"]), ("LDADD = .libs/libsums.a\n", []), ("LDFLAGS = -static\n", [])],
+)
+def test_static_libraries_are_made_where_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, makefile: str, options: list[str]
+) -> None:
+    (call,) = configured_with(tmp_path, monkeypatch, "exit 0", makefile)
+    assert call.split() == ["CFLAGS=-g", *options]
+
+
+def test_a_configure_that_refuses_options_gets_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = configured_with(tmp_path, monkeypatch, "[ $# = 0 ]", MAKEFILE_AM)
+    assert calls == ["CFLAGS=-g --disable-static", ""]
+
+
 def test_a_tree_is_c_if_a_build_file_builds_it() -> None:
     tree = {"Makefile": FolderFile(b"check:\n"), "a.c": FolderFile(b""), "tests/Makefile": FolderFile(b"")}
     assert isinstance(detect(tree), C)
