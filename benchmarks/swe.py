@@ -9,7 +9,8 @@
     python benchmarks/swe.py [--quick] [--json] [--part pairs] [--golden NUM] [--runs DIR]
 
 `--golden NUM` adds golden runs of the tasks that were just made; `--part golden --golden NUM --runs DIR` takes those of
-earlier runs instead.
+earlier runs instead. Each prints a line, and is a line of `golden.jsonl` in its run's folder; a repeated command runs
+only those that these files lack.
 
 Sdists, wheels, archives and node modules are downloaded on first use. --quick: four of the pairs and a few bugs, and
 nothing of Debian unless --part names it. --runs: the runs stay there,
@@ -18,11 +19,13 @@ and the same command resumes them; rates are right only without an interruption.
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import sqlite3
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -38,9 +41,9 @@ from m2forge.pipelines.swe.source import download_pinned, package_version
 from m2forge.pipelines.swe.speed_tests import is_faster, measure
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.tasks.folders.export import folder_name
-from m2forge.tasks.folders.folder import read_folders
+from m2forge.tasks.folders.folder import Rejected, read_folders
 from m2forge.tasks.folders.swe_bench import folder_record
-from m2forge.tasks.folders.trial import run_trials
+from m2forge.tasks.folders.trial import Trial, run_trials
 
 ACCEPTED = {
     "sqlparse 0.5.4 0.5.5": (5, 475),
@@ -257,20 +260,64 @@ def finds_gain(base: Path, new: Path) -> bool:
     return is_faster(*measure(("sh", "work.sh"), base, new))
 
 
+class Golden:
+    """Golden runs of the tasks of one pipeline run, each written to its folder at once: a stopped measurement leaves
+    its figures, and the same command goes on from there."""
+
+    def __init__(self, run: Path) -> None:
+        self.name, self._path = run.name, run / "golden.jsonl"
+        self.tasks = sorted((run / "tasks").glob("*/"))
+        text = self._path.read_text() if self._path.is_file() else ""
+        # The last line of a killed process may be cut.
+        self.records = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        if self.tasks and not text.endswith("\n"):
+            self._path.write_text("".join(json.dumps(record) + "\n" for record in self.records))
+
+    def num_done(self, task: Path) -> int:
+        return sum(record["task"] == task.name for record in self.records)
+
+    @property
+    def failed(self) -> list[dict[str, str]]:
+        return [record for record in self.records if record["problem"]]
+
+    def add(self, task: Path, problem: str) -> None:
+        self.records.append({"task": task.name, "problem": problem})
+        with self._path.open("a") as file:
+            file.write(json.dumps(self.records[-1]) + "\n")
+        print(f"golden {self.name}: {len(self.records)} runs, {len(self.failed)} failed", flush=True)
+
+
 def measure_golden(folders: list[Path], num: int) -> list[Bar]:
-    """Solutions of all tasks in turn, until `num` have run."""
-    tasks = sorted(path for folder in folders for path in (folder / "tasks").glob("*/"))
-    if not tasks:
+    """Solutions of all tasks, each as often, until at least `num` have run."""
+    runs = [Golden(folder) for folder in folders]
+    owners = {task: run for run in runs for task in run.tasks}
+    if not owners:
         raise SystemExit("golden: there is no task; run the parts pairs and bugs first, with the same --runs")
-    each = -(-num // len(tasks))
-    config, cores = SandboxConfig(), os.cpu_count() or 1
-    trials, rejected = asyncio.run(
-        run_trials(tasks, ["oracle"], config, base_image="host", num_trials=each, num_concurrent=cores)
-    )
-    wrong = [trial for trial in trials if trial.is_wrong]
-    rows = [(trial.folder.name, str(trial.problem or trial.verdict)[:200]) for trial in wrong[:10]]
-    print_table(f"{len(trials)} golden runs of {len(tasks)} tasks", ("failed", "why"), rows)
-    return [Bar.at_most("golden runs that fail", len(wrong) + len(rejected), 0)]
+    each = -(-num // len(owners))
+    left = defaultdict[int, list[Path]](list)
+    # One task of every run before a second one of any.
+    for one_of_each in itertools.zip_longest(*(run.tasks for run in runs)):
+        for task in filter(None, one_of_each):
+            left[each - owners[task].num_done(task)].append(task)
+
+    def take(trial: Trial) -> None:
+        problem = str(trial.problem or trial.verdict)[:200] if trial.is_wrong else ""
+        owners[trial.folder].add(trial.folder, problem)
+
+    rejected = list[Rejected]()
+    for num_left, tasks in sorted(left.items(), reverse=True):
+        if num_left > 0:
+            options = {"num_trials": num_left, "num_concurrent": os.cpu_count() or 1}
+            trials = run_trials(tasks, ["oracle"], SandboxConfig(), base_image="host", on_trial=take, **options)
+            rejected += asyncio.run(trials)[1]
+    rows = [(run.name, str(len(run.tasks)), str(len(run.records)), str(len(run.failed))) for run in runs]
+    num_runs = sum(len(run.records) for run in runs)
+    print_table(f"{num_runs} golden runs of {len(owners)} tasks", ("run", "tasks", "golden runs", "failed"), rows)
+    wrong = [(record["task"], record["problem"]) for run in runs for record in run.failed]
+    wrong += [(item.path.name, item.problem) for item in rejected]
+    if wrong:
+        print_table("Failed golden runs", ("task", "why"), wrong[:10])
+    return [Bar.at_most("golden runs that fail", len(wrong), 0)]
 
 
 def main() -> None:
