@@ -37,6 +37,7 @@ FLOORS = (
         "listener",
         "loop_thread",
         "observe",
+        "python_source",
         "unpack",
     ),
     ("kernels", "text", "tree", "sandbox"),
