@@ -288,6 +288,7 @@ def _describe_training(config: "TrainConfig", network: "ModelConfig") -> Iterato
         yield "training", f"{dtype} ({' or '.join(places)}): {sizes}"
     if machine.offload == "host":
         yield "training", "moments and master weights are in host memory (offload)"
+    machine.mesh.refuse_misfit(network)
     if not machine.mesh.is_single:
         yield "training", "each rank holds " + ("a shard of it" if machine.mesh.is_sharded else "all of it")
     yield "training", MEMORY_NOTE

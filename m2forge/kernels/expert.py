@@ -6,7 +6,8 @@ Tokens are sorted by expert once, so that each weight matrix multiplies all its 
 multiplies the activation rather than the product's output: the sum is the same, and the backward pass, which stores
 only the two pre-activations and recomputes the rest, does not need the output. Every reduction has a fixed order.
 
-Shapes: N tokens, K experts per token, S = N·K rows, E experts, D hidden size, F expert width.
+Shapes: N tokens, K experts per token, S = N·K rows, E experts, D hidden size, F expert width. Where other ranks hold
+some of a token's experts, those pairs are absent and S is smaller.
 
 The products are grouped (grouped GEMM): rows sorted by group, one matrix per group.
 
@@ -19,8 +20,9 @@ same result, and warns once unless the dtype is float64, which serves comparison
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +75,7 @@ def _spans(ends: Tensor) -> list[tuple[int, int, int]]:
 
 
 def grouped_rows(a_SI: Tensor, b_GIO: Tensor, ends_G: Tensor) -> Tensor:
-    if _is_native(a_SI, b_GIO):
+    if a_SI.shape[0] and _is_native(a_SI, b_GIO):
         return grouped_mm(a_SI, b_GIO, offs=ends_G)
     out_SO = a_SI.new_empty(a_SI.shape[0], b_GIO.shape[2])
     for group, start, end in _spans(ends_G):
@@ -82,7 +84,7 @@ def grouped_rows(a_SI: Tensor, b_GIO: Tensor, ends_G: Tensor) -> Tensor:
 
 
 def grouped_weights(a_SI: Tensor, b_SO: Tensor, ends_G: Tensor) -> Tensor:
-    if _is_native(a_SI, b_SO):
+    if a_SI.shape[0] and _is_native(a_SI, b_SO):
         return grouped_mm(a_SI.t(), b_SO, offs=ends_G)
     out_GIO = a_SI.new_zeros(ends_G.shape[0], a_SI.shape[1], b_SO.shape[1])
     for group, start, end in _spans(ends_G):
@@ -101,7 +103,7 @@ class Dispatch:
     order_S: Tensor
     """Row → flat pair index n·K + k."""
     slot_NK: Tensor
-    """Pair → row: the inverse of `order_S`."""
+    """Pair → row: the inverse of `order_S`; −1 for an absent pair."""
     ends_E: Tensor
     """Cumulative rows per expert, int32."""
 
@@ -118,6 +120,10 @@ class Dispatch:
         return torch.diff(until_E, prepend=until_E.new_zeros(1))
 
 
+ExpertFFN: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Dispatch], Tensor]
+"""What `expert_ffn` is, on any number of ranks."""
+
+
 def dispatch(expert_NK: Tensor, num_experts: int) -> Dispatch:
     # 16-bit keys take a quarter of the radix passes of 64-bit ones.
     keys_S = expert_NK.flatten().to(torch.int16) if expert_NK.is_cuda else expert_NK.flatten()
@@ -127,6 +133,15 @@ def dispatch(expert_NK: Tensor, num_experts: int) -> Dispatch:
     bounds_E = torch.arange(num_experts, device=order_S.device, dtype=sorted_S.dtype)
     ends_E = torch.searchsorted(sorted_S, bounds_E, right=True, out_int32=True)
     return Dispatch(order_S, slot_NK, ends_E)
+
+
+def dispatch_some(expert_NK: Tensor, num_experts: int) -> Dispatch:
+    """`dispatch` where pairs of expert −1 are absent. Syncs with the host."""
+    # Absent pairs are sorted last.
+    where = dispatch(torch.where(expert_NK < 0, num_experts, expert_NK), num_experts)
+    num_rows = int(where.ends_E[-1])
+    slot_NK = torch.where(where.slot_NK < num_rows, where.slot_NK, -1)
+    return Dispatch(where.order_S[:num_rows], slot_NK, where.ends_E)
 
 
 def expert_ffn(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor, where: Dispatch) -> Tensor:
@@ -166,7 +181,7 @@ def _spread(x_ND: Tensor, order_S: Tensor, slot_NK: Tensor) -> Tensor:
     if x_ND.is_cuda:
         from m2forge.kernels.expert_triton import spread
 
-        return spread(x_ND, slot_NK)
+        return spread(x_ND, slot_NK, order_S.shape[0])
     return x_ND.index_select(0, order_S // slot_NK.shape[1])
 
 
@@ -176,8 +191,15 @@ def _collect(y_SD: Tensor, slot_NK: Tensor) -> Tensor:
         from m2forge.kernels.expert_triton import collect
 
         return collect(y_SD, slot_NK)
-    num_tokens, num_chosen = slot_NK.shape
-    return y_SD.index_select(0, slot_NK.flatten()).view(num_tokens, num_chosen, -1).sum(1)
+    return _by_pair(y_SD, slot_NK).sum(1)
+
+
+def _by_pair(rows: Tensor, slot_NK: Tensor) -> Tensor:
+    """The row of each pair, (N, K, …); zeros for an absent one, which is row −1."""
+    if rows.shape[0] < slot_NK.numel():
+        rows = torch.cat((rows, rows.new_zeros(1, *rows.shape[1:])))
+        slot_NK = slot_NK % rows.shape[0]
+    return rows.index_select(0, slot_NK.flatten()).view(*slot_NK.shape, *rows.shape[1:])
 
 
 def _activate(h_SG: Tensor, weight_S: Tensor) -> Tensor:
@@ -242,7 +264,7 @@ def _native_backward(
     where = (order_S // num_chosen, slot_NK.contiguous(), ends_E)
     grads = (grad_x_ND, *((grad_w13, grad_w2) if for_matrices else (None, None)), grad_weight_S)
     native.call("expert_backward", grad_ND, x_ND, w13_EGD, w2_EDF, weight_S, *where, h_SG, *sizes, *grads)
-    return grad_x_ND, grad_w13, grad_w2, grad_weight_S.index_select(0, slot_NK.flatten()).view(slot_NK.shape)
+    return grad_x_ND, grad_w13, grad_w2, _by_pair(grad_weight_S, slot_NK)
 
 
 # -- the operator -----------------------------------------------------------------------------------------------------
@@ -306,7 +328,7 @@ def _expert_ffn_backward(
     grad_w13 = w13_EGD.new_empty(0)
     if for_matrices:
         grad_w13 = grouped_weights(grad_h_SG, _spread(x_ND, order_S, slot_NK), ends_E)
-    grad_weight_NK = grad_weight_S.index_select(0, slot_NK.flatten()).view(slot_NK.shape)
+    grad_weight_NK = _by_pair(grad_weight_S, slot_NK)
     return grad_x_ND, grad_w13, grad_w2, grad_weight_NK
 
 

@@ -376,12 +376,12 @@ def _spread_kernel(x, slot, out, D: tl.constexpr, K: tl.constexpr, BLOCK: tl.con
     row = tl.load(x + token * D + column, mask=mask)
     for k in tl.static_range(K):
         target = tl.load(slot + token * K + k)
-        tl.store(out + target * D + column, row, mask=mask)
+        tl.store(out + target * D + column, row, mask=mask & (target >= 0))
 
 
-def spread(x_ND: Tensor, slot_NK: Tensor) -> Tensor:
+def spread(x_ND: Tensor, slot_NK: Tensor, num_rows: int) -> Tensor:
     (num_tokens, dim), num_chosen = x_ND.shape, slot_NK.shape[1]
-    out_SD = x_ND.new_empty(num_tokens * num_chosen, dim)
+    out_SD = x_ND.new_empty(num_rows, dim)
     block = triton.next_power_of_2(dim)
     _spread_kernel[(num_tokens,)](x_ND.contiguous(), slot_NK, out_SD, dim, num_chosen, block, num_warps=_warps(block))
     return out_SD
@@ -395,7 +395,7 @@ def _collect_kernel(y, slot, out, D: tl.constexpr, K: tl.constexpr, BLOCK: tl.co
     total = tl.zeros((BLOCK,), SUM)
     for k in tl.static_range(K):
         source = tl.load(slot + token * K + k)
-        total += tl.load(y + source * D + column, mask=mask, other=0.0).to(SUM)
+        total += tl.load(y + source * D + column, mask=mask & (source >= 0), other=0.0).to(SUM)
     tl.store(out + token * D + column, total.to(out.dtype.element_ty), mask=mask)
 
 

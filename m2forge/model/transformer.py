@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from m2forge.kernels.expert import dispatch, expert_ffn
+from m2forge.kernels.expert import ExpertFFN, dispatch, expert_ffn
 from m2forge.kernels.linear import linear, linear_float32, pack
 from m2forge.kernels.pointwise import gated, rms_norm, rotate
 from m2forge.model.config import LoRAConfig, ModelConfig, MoEConfig
@@ -229,6 +229,8 @@ class MixtureFFN(nn.Module):
         self.w2 = nn.Parameter(torch.empty(config.num_experts, hidden_size, width))
         self.w13_adapter: nn.Module | None = None
         self.w2_adapter: nn.Module | None = None
+        self.expert_ffn: ExpertFFN = expert_ffn
+        """Another operator where ranks divide the experts."""
 
     def forward(
         self, x_ND: Tensor, count_N: Tensor | None = None, recorded_NK: Tensor | None = None
@@ -236,7 +238,7 @@ class MixtureFFN(nn.Module):
         routing: Routing = self.router(x_ND, count_N, recorded_NK)
         where = dispatch(routing.expert_NK, self.num_experts)
         w13, w2 = adapted(self.w13, self.w13_adapter), adapted(self.w2, self.w2_adapter)
-        out_ND = expert_ffn(x_ND, w13, w2, routing.weight_NK, where)
+        out_ND = self.expert_ffn(x_ND, w13, w2, routing.weight_NK, where)
         load_E = where.load_E if count_N is None else where.counted_load(count_N)
         return out_ND, Balance(load_E, routing.affinity_E, routing.expert_NK)
 

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from m2forge.config import Config, TomlValue
 from m2forge.errors import ConfigError
-from m2forge.model.config import LoRAConfig
+from m2forge.model.config import LoRAConfig, ModelConfig
 from m2forge.observe.config import MetricsConfig
 from m2forge.records import Sampling
 
@@ -170,9 +170,13 @@ class MeshConfig(Config):
     """Number of ranks that hold one copy together, a shard each (FSDP2). Above 1, or auto (all ranks that `replicate`
     leaves), blocks are not compiled and no phase may add modules."""
 
+    expert: Count = 1
+    """Number of ranks that hold one copy of the experts together, whole ones each (expert parallelism). They are ranks
+    of `shard`, which it divides: shard / expert ranks then hold a shard each of the same experts."""
+
     @property
     def is_single(self) -> bool:
-        return self.replicate == self.shard == 1
+        return self.replicate == self.shard == self.expert == 1
 
     @property
     def is_sharded(self) -> bool:
@@ -195,7 +199,23 @@ class MeshConfig(Config):
                 f'torchrun with --nproc-per-node {taken}, or set replicate or shard to "auto"'
             )
         rest = num_ranks // taken
-        return self.model_copy(update={name: sizes.get(name, rest) for name in ("replicate", "shard")})
+        mesh = self.model_copy(update={name: sizes.get(name, rest) for name in ("replicate", "shard")})
+        if mesh.shape[1] % self.expert:
+            raise ConfigError(
+                f"train.machine.mesh: the ranks that divide the experts are ranks of shard, and expert {self.expert} "
+                f"does not divide shard {mesh.shard}; set shard to a multiple of it"
+            )
+        return mesh
+
+    def refuse_misfit(self, network: ModelConfig) -> None:
+        """Raise if the experts of a network cannot be divided."""
+        num_experts = 0 if network.moe is None else network.moe.num_experts
+        if self.expert > 1 and (not num_experts or num_experts % self.expert):
+            remedy = "use a divisor of it" if num_experts else "leave it out"
+            raise ConfigError(
+                f"train.machine.mesh: expert {self.expert} does not divide the {num_experts} experts of this network; "
+                f"{remedy}"
+            )
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -16,6 +16,10 @@ by sum, then all-reduced over the replicas. Weights outside the blocks (embeddin
 MTP modules) stay gathered from the first forward pass of a step until the optimizer's step, because the loss needs the
 head after the model's forward pass. The few weights of higher precision than the rest (selection biases that learn by
 gradient) are not sharded: their gradients are all-reduced like those of an unsharded model.
+
+With expert parallelism `expert` neighbours of a `shard` group divide the experts (expert_parallel.py). FSDP2 shards a
+rank's experts over the shard / expert ranks that have the same ones, and gathers and reduces over these alone: the
+tokens of the other ranks have come to the experts.
 """
 
 import hashlib
@@ -35,11 +39,12 @@ from m2forge.errors import ConfigError, TrainingError
 from m2forge.kernels.arithmetic import at_least_float32
 from m2forge.model.build import empty
 from m2forge.model.lora import attach
-from m2forge.model.transformer import Block, Transformer
+from m2forge.model.transformer import Block, MixtureFFN, Transformer
 from m2forge.train.config import MeshConfig
 
 if TYPE_CHECKING:
     # Loading these takes most of a second; only a sharded model needs them.
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
@@ -194,23 +199,49 @@ def shard_model(model: Transformer, mesh_config: MeshConfig, ranks: ProcessRanks
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    sizes = mesh_config.of_ranks(ranks.num_ranks)
-    mesh = init_device_mesh(ranks.device.type, sizes.shape, mesh_dim_names=("replicate", "shard"))
-    if sizes.replicate == 1:
-        mesh = mesh["shard"]
+    mesh_config.refuse_misfit(model.config)
+    (replicate, shard), expert = mesh_config.of_ranks(ranks.num_ranks).shape, mesh_config.expert
+    mesh = init_device_mesh(ranks.device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
     dtype = model.embedding.weight.dtype
     policy = MixedPrecisionPolicy(reduce_dtype=at_least_float32(dtype))
     full = {weight for weight in model.parameters() if weight.dtype != dtype}
     for weight in full:
         weight.data = weight.data.to(ranks.device)
+
+    def split(module: nn.Module, mesh: "DeviceMesh") -> None:
+        over = mesh if replicate > 1 else mesh["shard"]
+        fully_shard(module, mesh=over, mp_policy=policy, ignored_params=full)
+
+    if expert > 1:
+        sizes, names = (replicate, shard // expert, expert), ("replicate", "shard", "expert")
+        experts_mesh = init_device_mesh(ranks.device.type, sizes, mesh_dim_names=names)
+        for module in model.modules():
+            if isinstance(module, MixtureFFN):
+                split(module.router, mesh)
+                _divide_experts(module, experts_mesh["expert"], ranks.device)
+                split(module, experts_mesh["replicate", "shard"])
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for module in (*blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=full)
-    for split in sharded_modules(model):
-        split.set_gradient_divide_factor(1.0)
+        split(module, mesh)
+    for unit in sharded_modules(model):
+        unit.set_gradient_divide_factor(1.0)
         # Otherwise torch uses a pre-multiplied sum, which only NCCL supports.
-        split.set_force_sum_reduction_for_comms(True)
+        unit.set_force_sum_reduction_for_comms(True)
     sharded_modules(model)[0].set_reshard_after_backward(False, recurse=False)
+
+
+def _divide_experts(layer: MixtureFFN, mesh: "DeviceMesh", device: torch.device) -> None:
+    """Keep this rank's experts, and their adapters, alone."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from m2forge.train.expert_parallel import ParallelExpertFFN
+
+    for name, weight in list(layer.named_parameters()):
+        if not name.startswith("router."):
+            path, _, last = name.rpartition(".")
+            mine = distribute_tensor(weight.data.to(device), mesh, [Shard(0)], src_data_rank=None)
+            setattr(layer.get_submodule(path), last, nn.Parameter(mine, requires_grad=weight.requires_grad))
+    layer.expert_ffn = ParallelExpertFFN(mesh.get_group())
 
 
 def sharded_modules(model: nn.Module) -> "list[FSDPModule]":
@@ -247,11 +278,14 @@ def gathered(slice_of: Tensor, like: Tensor) -> Tensor:
     """All-gather a tensor that is sharded like `like`; all ranks call this together."""
     if not is_sharded(like):
         return slice_of
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
     split = DTensor.from_local(
         slice_of.to(like.device), like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
     )
+    if "expert" in (like.device_mesh.mesh_dim_names or ()):
+        # In the reverse order of the cuts: FSDP cut what the rank has of the experts.
+        split = split.redistribute(placements=[Replicate()] * (like.device_mesh.ndim - 1) + [Shard(0)])
     return split.full_tensor()
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from m2forge.kernels.attention import document_attention_plain
-from m2forge.kernels.expert import dispatch, expert_ffn, expert_ffn_plain
+from m2forge.kernels.expert import dispatch, dispatch_some, expert_ffn, expert_ffn_plain
 from m2forge.kernels.head_loss import linear_cross_entropy, linear_cross_entropy_plain
 from m2forge.kernels.linear import linear_float32
 from m2forge.model.build import build
@@ -25,13 +25,16 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("shape", [(1000, 256, 128, 16, 4), (300, 3072, 1536, 32, 8), (64, 64, 40, 64, 2)])
-def test_experts(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("share_here", [1, 0.25, 0])
+def test_experts(dtype: torch.dtype, shape: tuple[int, ...], share_here: float) -> None:
     torch.manual_seed(0)
     num_tokens, dim, width, num_experts, top_k = shape
     x, grad = torch.randn(2, num_tokens, dim, device="cuda")
     w13 = torch.randn(num_experts, 2 * width, dim, device="cuda") / dim**0.5
     w2 = torch.randn(num_experts, dim, width, device="cuda") / width**0.5
     expert_NK = torch.rand(num_tokens, num_experts, device="cuda").topk(top_k).indices
+    expert_NK = torch.where(expert_NK < share_here * num_experts, expert_NK, -1)
+    sort = dispatch if share_here == 1 else dispatch_some
     weight_NK = torch.rand(num_tokens, top_k, device="cuda")
 
     def run(plain: bool, kind: torch.dtype) -> list[torch.Tensor]:
@@ -40,11 +43,11 @@ def test_experts(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         if plain:
             out = expert_ffn_plain(leaves[0], leaves[1], leaves[2], weight, expert_NK)
         else:
-            out = expert_ffn(leaves[0], leaves[1], leaves[2], weight, dispatch(expert_NK, num_experts))
+            out = expert_ffn(leaves[0], leaves[1], leaves[2], weight, sort(expert_NK, num_experts))
         return [out, *torch.autograd.grad(out, (*leaves, weight), grad.to(kind))]
 
     for ours, twin in zip(run(False, dtype), run(True, torch.float64), strict=True):
-        assert error(ours, twin) < TOLERANCE[dtype]
+        assert torch.equal(ours.double(), twin) if share_here == 0 else error(ours, twin) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

@@ -7,6 +7,7 @@ import torch
 
 from m2forge.config import build
 from m2forge.errors import ConfigError
+from m2forge.model.preset import preset
 from m2forge.train.config import MachineConfig, MeshConfig
 from m2forge.train.machine import machine_ranks, machine_settings, peak_flops
 
@@ -53,6 +54,8 @@ def test_measuring_the_machine_takes_seconds_at_most(dtype: torch.dtype) -> None
 @pytest.mark.parametrize(
     ("mesh", "num_ranks", "problem"),
     [
+        ({"shard": "auto", "expert": 4}, 6, "expert 4 does not divide shard 6; set shard to a multiple of it"),
+        ({"replicate": 2, "expert": 2}, 2, "expert 2 does not divide shard 1"),
         ({"replicate": 2, "shard": 2}, 2, "replicate 2 × shard 2 is a mesh of 4 ranks, and 2 were started"),
         ({"replicate": "auto", "shard": 3}, 4, "shard 3 is a mesh of 3 ranks, and 4 were started"),
         ({}, 2, "replicate 1 × shard 1 is a mesh of 1 ranks, and 2 were started; start torchrun with --nproc"),
@@ -76,3 +79,14 @@ def test_auto_is_the_number_of_ranks_left() -> None:
 def test_two_axes_cannot_both_be_auto() -> None:
     with pytest.raises(ConfigError, match="only one of replicate and shard"):
         build(MachineConfig, {"mesh": {"replicate": "auto", "shard": "auto"}})
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"), [("m2-tiny", "the 64 experts"), ("dense", "the 0 experts .*leave it out")]
+)
+def test_experts_that_cannot_be_divided_are_refused(name: str, problem: str) -> None:
+    network = preset("m2-tiny")
+    network = network.model_copy(update={"moe": None}) if name == "dense" else network
+    with pytest.raises(ConfigError, match=f"expert 3 does not divide {problem}"):
+        MeshConfig(shard=3, expert=3).refuse_misfit(network)
+    MeshConfig(shard=3).refuse_misfit(network)

@@ -4,6 +4,7 @@ In float64 the order of sums is all that may differ, so tensors agree to 1e-12 o
 """
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,7 @@ from torch import Tensor
 from m2forge.errors import ConfigError, TrainingError
 from m2forge.model.config import LoRAConfig
 from m2forge.model.lora import attach
-from m2forge.model.transformer import Transformer
+from m2forge.model.transformer import MixtureFFN, Transformer
 from m2forge.records import Call, FinishReason, Pack
 from m2forge.train.checkpoint import CheckpointStore, load_checkpoint_model, restore
 from m2forge.train.config import CheckpointConfig, MeshConfig, OptimizerConfig, PolicyConfig, WalkConfig
@@ -64,8 +65,8 @@ class Case:
     moe: Mapping[str, object] = field(default_factory=dict)
     vocab_size: int = 32
     dtype: torch.dtype = torch.float64
-    bug: Literal["none", "mean"] = "none"
-    """mean: gradients are averaged over the ranks."""
+    bug: Literal["none", "mean", "mean of experts"] = "none"
+    """mean: gradients are averaged over the ranks; of experts: those alone."""
 
     @property
     def optimizer(self) -> OptimizerConfig:
@@ -74,6 +75,7 @@ class Case:
 
 
 LEARNT_BIAS = {"bias_update": "gradient", "aux_loss_weight": 0.1}
+DIVIDED = MeshConfig(shard="auto", expert=2)
 ADAPTERS = LoRAConfig(rank=2, targets=("q_proj", "v_proj", r"w[123]"))
 WALK = WalkConfig(segment_tokens=4)
 CASES = {
@@ -91,14 +93,31 @@ CASES = {
     "replicated, walk over trees": Case(REPLICATED, "trees", walk=WALK),
     "sharded, walk over trees": Case(over="trees", walk=WALK),
     "sharded, walk, recomputed": Case(walk=WALK, recompute="block", moe={"aux_loss_weight": 0.1}),
+    "experts divided": Case(DIVIDED, moe={"aux_loss_weight": 0.1}),
+    "experts divided, over trees, muon, recomputed": Case(DIVIDED, "trees", kind="muon", recompute="block"),
 }
 BOTH = MeshConfig(replicate=2, shard=2)
 CASES_OF_FOUR = {
-    "replicated and sharded": Case(BOTH, moe={"aux_loss_weight": 0.1}),
     "replicated and sharded, muon, adapters, over trees": Case(BOTH, "trees", kind="muon", lora=ADAPTERS),
-    "replicated and sharded, muon, learnt bias": Case(BOTH, kind="muon", moe=LEARNT_BIAS),
+    "experts divided and sharded, six, adapters": Case(DIVIDED, lora=ADAPTERS, moe={"num_experts": 6}),
+    "experts divided and replicated": Case(MeshConfig(replicate=2, shard=2, expert=2), moe={"aux_loss_weight": 0.1}),
 }
-PLANTED = {"replicated": Case(REPLICATED, bug="mean"), "sharded": Case(bug="mean")}
+if os.environ.get("M2FORGE_LONG") == "1":
+    CASES |= {
+        "experts divided, adapters, offloaded": Case(DIVIDED, lora=ADAPTERS, offload="host"),
+        "experts divided, learnt bias, frozen main model": Case(DIVIDED, moe=LEARNT_BIAS, frozen=True),
+    }
+    CASES_OF_FOUR |= {
+        "replicated and sharded": Case(BOTH, moe={"aux_loss_weight": 0.1}),
+        "replicated and sharded, muon, learnt bias": Case(BOTH, kind="muon", moe=LEARNT_BIAS),
+        "experts divided and sharded": Case(DIVIDED, kind="muon", moe={"aux_loss_weight": 0.1}),
+        "experts divided over all": Case(MeshConfig(shard=4, expert=4), "trees", recompute="block"),
+    }
+PLANTED = {
+    "replicated": Case(REPLICATED, bug="mean"),
+    "sharded": Case(bug="mean"),
+    "experts divided": Case(DIVIDED, bug="mean of experts"),
+}
 LOW_PRECISION = Case(num_steps=1, moe=LEARNT_BIAS, dtype=torch.bfloat16)
 
 
@@ -166,7 +185,8 @@ def make_engine(case: Case, ranks: Ranks, model: Transformer | None = None) -> T
             shard_model(model, case.mesh, ranks)
         if case.bug == "mean":
             ranks = MeanRanks(CPU)
-            for module in sharded_modules(model):
+        for module in sharded_modules(model):
+            if case.bug == "mean" or (case.bug == "mean of experts" and isinstance(module, MixtureFFN)):
                 module.set_gradient_divide_factor(2.0)
     model.freeze_main(case.frozen)
     # So that three trees are more than one pack.
@@ -319,9 +339,17 @@ def compare(case: Case, outcomes: Sequence[Any]) -> None:
     expected = run_case(case, SINGLE_RANK)
     for ours in outcomes:
         assert distance(ours["metrics"], expected["metrics"]) <= 1e-12
+        # The same integers, and so the same quotients.
+        loads = [name for name in expected["metrics"] if name.startswith(("expert_load", "max_vio"))]
+        assert loads
+        assert all(torch.equal(ours["metrics"][name], expected["metrics"][name]) for name in loads)
         assert ours["num_steps"] == expected["num_steps"]
         assert ours["sharded"] == (list(expected["num_steps"]) if case.mesh.is_sharded else [])
-    assert distance(outcomes[0]["weights"], expected["weights"]) <= 1e-12
+    weights = outcomes[0]["weights"]
+    assert distance(weights, expected["weights"]) <= 1e-12
+    if case.moe.get("bias_update") != "gradient":
+        biases = [name for name in weights if name.endswith("router.bias")]
+        assert all(torch.equal(weights[name], expected["weights"][name]) for name in biases)
     assert distance(outcomes[0]["state"], expected["state"]) <= 1e-12
 
 
@@ -360,7 +388,7 @@ def test_an_average_over_the_ranks_would_be_noticed(outcomes: Any, name: str) ->
     is_clipped = expected["metrics"]["grad_norm"] > case.optimizer.max_norm
     assert is_clipped.any()
     assert not is_clipped.all()
-    assert distance(wrong["metrics"], expected["metrics"]) > 0.1
+    assert distance(wrong["metrics"], expected["metrics"]) > 0.05
     assert distance(wrong["weights"], expected["weights"]) > 1e-6
 
 

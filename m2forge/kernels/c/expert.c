@@ -24,13 +24,14 @@ static Span *split(const int32_t *ends, int64_t num_experts, int64_t rows, int64
     return spans;
 }
 
-/* out[n] = sum over k of y[slot[n, k]] */
+/* out[n] = sum over k of y[slot[n, k]], without negative slots */
 static void collect(const float *y, const int64_t *slot, int64_t n, int64_t k, int64_t d, float *out) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t token = 0; token < n; token++)
         for (int64_t i = 0; i < d; i += LANES) {
             vec total = {0};
-            for (int64_t j = 0; j < k; j++) total += load_some(y + slot[token * k + j] * d + i, d - i);
+            for (int64_t j = 0; j < k; j++)
+                if (slot[token * k + j] >= 0) total += load_some(y + slot[token * k + j] * d + i, d - i);
             store_some(out + token * d + i, total, d - i);
         }
 }
