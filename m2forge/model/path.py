@@ -207,6 +207,10 @@ class PathPlan:
         index = len(self.last_states)
         self.last_states.append(x_ND[self.num_tokens - 1 : self.num_tokens])
         above_1D = self.states_above[index] if self.states_above else x_ND.new_zeros(1, x_ND.shape[1])
+        if not x_ND.requires_grad:
+            # Nor do the states above get a gradient. Ranks that shard a model rely on it: a module's input requires a
+            # gradient on all of them or on none, or they would reduce gradients at different times and wait forever.
+            above_1D = above_1D.detach()
         return torch.cat((above_1D, x_ND)).index_select(0, self._parent_N + 1)
 
     def roots(self) -> tuple[list[Tensor], list[Tensor]]:

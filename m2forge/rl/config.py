@@ -174,7 +174,7 @@ class RLConfig(Config):
             )
         if not self.train.machine.mesh.is_single:
             mesh = self.train.machine.mesh
-            received = f"replicate {mesh.replicate}, shard {mesh.shard}"
+            received = f"replicate {mesh.replicate}, shard {mesh.shard}, expert {mesh.expert}"
             raise ValueError(f"train.machine.mesh: RL trains in one process, received {received}; leave it out")
         if self.train.lora is not None and self.weights.anchor_every > 1:
             raise ValueError(

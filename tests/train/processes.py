@@ -1,5 +1,6 @@
 """Two processes, or more, that talk over gloo, for tests of training in parallel."""
 
+import faulthandler
 import time
 import traceback
 from collections.abc import Callable
@@ -12,8 +13,9 @@ import torch.distributed as dist
 from m2forge.train.parallel import ProcessRanks
 from tests.forked import forked_context
 
-TIMEOUT_S = 120.0
-"""Time limit of the whole; a rank that waits for another gives up earlier."""
+TIMEOUT_S = 200.0
+"""Time limit of the whole; a rank that waits for another gives up earlier. The longest scenario computes for 20 s, and
+takes over 120 s where others keep the cores busy."""
 
 Scenario = Callable[[ProcessRanks], object]
 """A function of a module, so that a fresh process finds it."""
@@ -32,6 +34,9 @@ def run_ranks(scenario: Scenario, folder: Path, num_ranks: int = 2) -> list[obje
             process.join(max(0.0, deadline_s - time.monotonic()))
         failures = [path.read_text() for path in sorted(folder.glob("*.error"))]
         codes = [process.exitcode for process in processes]
+        if None in codes:
+            stacks = [path.read_text() for path in sorted(folder.glob("*.stack"))]
+            raise AssertionError(f"exit codes {codes} after {TIMEOUT_S:.0f} s\n" + "\n".join(failures + stacks))
         if failures or any(codes):
             raise AssertionError(f"exit codes {codes}\n" + "\n".join(failures))
     finally:
@@ -45,6 +50,8 @@ def _serve(scenario: Scenario, folder: Path, rank: int, num_ranks: int) -> None:
     torch.set_num_threads(1)
     meeting = f"file://{folder / 'meeting'}"
     timeout = timedelta(seconds=TIMEOUT_S / 2)
+    stack = (folder / f"{rank}.stack").open("w")
+    faulthandler.dump_traceback_later(0.9 * TIMEOUT_S, file=stack)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks, timeout=timeout)
     try:
         torch.save(scenario(ProcessRanks(torch.device("cpu"))), folder / f"{rank}.result")

@@ -14,7 +14,7 @@ from torch import Tensor
 from m2forge.errors import ConfigError
 from m2forge.model.config import LoRAConfig
 from m2forge.model.lora import attach
-from m2forge.model.path import PathPlan, PathStack, PathTensor
+from m2forge.model.path import Chain, PathPlan, PathStack, PathTensor
 from m2forge.model.preset import preset
 from m2forge.model.transformer import Transformer
 from m2forge.train.config import MachineConfig, OptimizerConfig, PolicyConfig, WalkConfig
@@ -207,6 +207,15 @@ def test_a_walk_in_bfloat16_is_near_the_step_at_once(stack: str) -> None:
         error = (walked[name].float() - expected.float()).abs().max().item()
         # A router of one expert has no gradient but rounding.
         assert error <= 0.05 * max(expected.abs().max().item(), 1e-4), name
+
+
+def test_a_module_gets_a_gradient_where_its_state_does() -> None:
+    """So that a rank that walks and one with a blank batch reduce gradients in the same order."""
+    above_1D, state_ND = torch.ones(1, 4, requires_grad=True), torch.ones(3, 4)
+    for trains in (False, True):
+        chain = Chain(2, 3, torch.device("cpu"))
+        plan = PathPlan(PathStack(5), chain, depth=2, num_tokens=3, is_leaf=True, states_above=[above_1D])
+        assert plan.to_parent(state_ND.clone().requires_grad_(trains)).requires_grad is trains
 
 
 def test_logprobs_come_back_in_the_order_of_the_samples() -> None:
