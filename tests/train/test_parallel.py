@@ -98,8 +98,8 @@ WALK = WalkConfig(segment_tokens=6)
 DIVIDED = MeshConfig(shard="auto", expert=2)
 DIVIDED_BY_FOUR, DIVIDED_COPIES = MeshConfig(shard=4, expert=4), MeshConfig(replicate=2, shard=2, expert=2)
 CASES = {
-    "replicated": Case(REPLICATED, num_steps=4, moe=BALANCED),
-    "sharded": Case(num_steps=4, moe=BALANCED),
+    "replicated": Case(REPLICATED, moe=BALANCED),
+    "sharded": Case(moe=BALANCED),
     "replicated, over trees": Case(REPLICATED, "trees", moe=BALANCED),
     "sharded, over trees": Case(over="trees", moe=BALANCED, replay="recorded"),
     "sharded, uneven and empty slices": Case(
@@ -110,7 +110,7 @@ CASES = {
     "replicated, adapters, over trees": Case(REPLICATED, "trees", lora=ADAPTERS),
     "sharded, adapters, recomputed": Case(recompute="block", lora=ADAPTERS, kind="muon"),
     "replicated, walk over trees": Case(REPLICATED, "trees", walk=WALK),
-    "sharded, walk over trees": Case(over="trees", walk=WALK),
+    "sharded, walk over trees": Case(over="trees", walk=WALK, num_steps=1),
     "sharded, walk, recomputed": Case(walk=WALK, recompute="block", moe=BALANCED, num_steps=1),
     "experts divided, M2": Case(DIVIDED, preset="m2-tiny", moe=BALANCED, num_steps=1, seed=1),
     "experts divided, replayed, muon, recomputed": Case(
