@@ -161,21 +161,23 @@ def test_a_long_episode_does_not_stall(open_page: Callable[..., Page], format: C
         scene.finish(lease, 1.0, "done")
     scene.pool.close()
     page = open_page()
-    times_s: dict[int, list[float]] = {short.episode: [], long.episode: []}
-    for _ in range(3):
+    for number in range(3):
+        times_s: list[float] = []
         # A server each time, so that nothing is read already.
         with serving(scene.run_dir) as url:
-            for id, painted_s in times_s.items():
+            for id in (short.episode, long.episode):
                 page.goto("about:blank")
                 started_s = time.perf_counter()
                 page.goto(f"{url}/#/episode/{id}")
                 page.locator(".turn:not(.pending) .part.thinking").first.wait_for()
-                painted_s.append(time.perf_counter() - started_s)
-            expect(page.locator(".side")).to_contain_text("branches", timeout=20_000)
-            if len(painted_s) == 2:
+                times_s.append(time.perf_counter() - started_s)
+            expect(page.locator(".side")).to_contain_text("branches")
+            if number == 0:
                 frame_ms = read_through(page, long.episode)
-    # The best of three, because the machine may be busy with something else.
-    short_s, first_s = (min(painted_s) for painted_s in times_s.values())
+        short_s, first_s = times_s
+        # Up to three times, because the machine may be busy with something else.
+        if first_s < max(FIRST_PAINT_S, SLOWER * short_s):
+            break
     print(f"first calls after {first_s:.2f} s, of a short episode after {short_s:.2f} s; {frame_ms:.0f} ms a frame")
     assert first_s < max(FIRST_PAINT_S, SLOWER * short_s)
     assert frame_ms < FRAME_MS
@@ -187,7 +189,7 @@ def read_through(page: Page, id: int) -> float:
     assert page.locator(".turn").count() < 60
     page.keyboard.press("/")
     page.keyboard.type("is at 49")
-    expect(page.locator(".reader .found")).to_contain_text("1 of", timeout=20_000)
+    expect(page.locator(".reader .found")).to_contain_text("1 of")
     page.evaluate(f"location.hash = '#/episode/{id}?call={NUM_LONG - 1}'")
     expect(page.locator(f"[data-index='{NUM_LONG - 1}'] .part.thinking")).to_be_visible(timeout=20_000)
     with shooting(page, "long"):
