@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 
 from tests.cost import Cost, cost_of, run_order
-from tests.schedule import WaitingApart, is_waiter, is_waiting
+from tests.schedule import WaitingApart, is_collected
 
 MAX_S = 240
 """What a test of `make test` may take: one that waits for ever fails then, with the place where it waits."""
@@ -45,12 +45,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Waiting
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Modules live on: no garbage is looked for while a million objects of theirs are made, nor later among them."""
+    """Modules live on: no garbage is looked for while a million objects of theirs are made, nor ever among them."""
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.collect()
         gc.freeze()
         gc.set_threshold(10_000)  # the default of 700 spends a tenth of a test's time on looking
         gc.enable()
@@ -75,7 +74,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if not collection_path.name.startswith("test_"):
         return None
     is_left_out = FAST and cost_of(collection_path) != Cost.LIGHT
-    return True if is_left_out or (is_waiter(config.args) and not is_waiting(collection_path)) else None
+    return True if is_left_out or not is_collected(collection_path, config.args) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

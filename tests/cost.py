@@ -29,12 +29,16 @@ LOADS_NETWORKS = frozenset({"torch", "transformers", "trl", "datasets", "gguf"})
 
 @functools.cache
 def cost_of(path: Path) -> Cost:
-    loaded = _closure(path)
-    if any(STARTS_PROCESSES & _imports(found) for found in loaded if not found.is_relative_to(ROOT / "m2forge")):
+    return min(_own_cost(found) for found in _closure(path))
+
+
+@functools.cache
+def _own_cost(path: Path) -> Cost:
+    """What a file costs by its own imports."""
+    names = _imports(path)
+    if STARTS_PROCESSES & names and not path.is_relative_to(ROOT / "m2forge"):
         return Cost.PROCESS
-    if any(name.split(".")[0] in LOADS_NETWORKS for found in loaded for name in _imports(found)):
-        return Cost.NETWORK
-    return Cost.LIGHT
+    return Cost.NETWORK if any(name.split(".")[0] in LOADS_NETWORKS for name in names) else Cost.LIGHT
 
 
 def run_order(paths: Iterable[Path]) -> dict[Path, float]:
@@ -49,10 +53,16 @@ def run_order(paths: Iterable[Path]) -> dict[Path, float]:
 def _closure(path: Path) -> set[Path]:
     found, left = {path}, [path]
     while left:
-        modules = {module for name in _imports(left.pop()) if (module := _module(name)) is not None}
-        left += modules - found
+        modules = _modules(left.pop()) - found
+        left += modules
         found |= modules
     return found
+
+
+@functools.cache
+def _modules(path: Path) -> frozenset[Path]:
+    """The modules that a file imports from `PACKAGES`."""
+    return frozenset(module for name in _imports(path) if (module := _module(name)) is not None)
 
 
 @functools.cache
