@@ -2,18 +2,22 @@
 
 import gc
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from execnet import XSpec
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 
+from tests import worker_server
 from tests.cost import Cost, cost_of, run_order
-from tests.schedule import WaitingApart, is_collected
+from tests.schedule import WaitingApart, is_waiter, is_waiting, is_whole
 
-MAX_S = 240
+MAX_S = 600
 """What a test of `make test` may take: one that waits for ever fails then, with the place where it waits."""
 LONG = os.environ.get("M2FORGE_LONG") == "1"
 FAST = os.environ.get("M2FORGE_FAST") == "1"
@@ -37,6 +41,16 @@ def pytest_configure() -> None:
         import torch
 
         torch.set_num_threads(1)
+
+
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[XSpec]) -> None:
+    if FAST or not is_whole(config.args):
+        return  # workers that run a part of the tests import less
+    folder = Path(tempfile.mkdtemp(prefix="m2forge-workers-"))
+    config.add_cleanup(lambda: shutil.rmtree(folder))
+    config.add_cleanup(worker_server.start(folder / "socket", config.getini("filterwarnings")))
+    for spec in specs:
+        spec.python = worker_server.client_command(folder / "socket")
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> WaitingApart:
@@ -74,7 +88,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if not collection_path.name.startswith("test_"):
         return None
     is_left_out = FAST and cost_of(collection_path) != Cost.LIGHT
-    return True if is_left_out or not is_collected(collection_path, config.args) else None
+    return True if is_left_out or (is_waiter(config.args) and not is_waiting(collection_path)) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,9 +1,5 @@
-"""Which worker runs which files: two compute, and two others run only files whose tests wait for most of their time.
+"""Which worker runs which files: two compute, and two others run only files whose tests wait for most of their time."""
 
-A worker collects only the files that it may run, because importing takes most of the time of collecting.
-"""
-
-import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,77 +79,57 @@ IMPORTING = (
     "tests/model/test_convert.py",
     "tests/model/test_tree_plan.py",
     "tests/model/test_fp8.py",
-    "tests/model/test_lora.py",
-    "tests/model/test_bounds.py",
     "tests/train/test_loss.py",
     "tests/test_benchmarks.py",
-    "tests/test_gguf_header.py",
-    "tests/text/test_chatml.py",
-    "tests/text/test_template.py",
-    "tests/text/test_tokenizer.py",
 )
 """Files whose tests load the networks of transformers or torch's compiler, which takes seconds in every process."""
-CLIENTS = (
-    "tests/gateway/dialects/test_contract.py",
-    "tests/gateway/dialects/test_anthropic_messages.py",
-    "tests/gateway/dialects/test_openai_responses.py",
-    "tests/gateway/dialects/test_openai_responses_agents.py",
-    "tests/gateway/dialects/test_openai_responses_answer.py",
-    "tests/gateway/calls/test_context.py",
-    "tests/gateway/calls/test_parsed_stream.py",
-    "tests/gateway/test_agents_sdk.py",
-    "tests/gateway/test_mcp.py",
-    "tests/gateway/test_sdk_anthropic.py",
-    "tests/inference/test_server.py",
-)
-"""Files whose tests load the clients of Anthropic, of the Agents SDK or of MCP, thousands of modules."""
-OWN = {"gw0": IMPORTING, "gw1": CLIENTS}
-"""The files that one worker alone runs, before all others."""
+IMPORTER = "gw0"
+"""The worker that runs these files, before all others. Another runs one of them only when it has nothing else left."""
 TESTS = Path(__file__).parent
 
 
-def is_collected(path: Path, arguments: Sequence[str]) -> bool:
-    """Whether this process may run the tests of a file. `arguments`: what pytest collects; every worker collects files
-    and folders that are named one by one."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER")
-    if worker is None or [Path(each).absolute() for each in arguments] != [TESTS] or not path.is_relative_to(TESTS):
-        return True
-    file = path.relative_to(TESTS.parent).as_posix()
-    if worker in WAITERS:
-        return file in WAITING
-    is_alone = os.environ.get("PYTEST_XDIST_WORKER_COUNT") == "1"
-    return is_alone or not any(file in files for owner, files in OWN.items() if owner != worker)
+def is_whole(arguments: Sequence[str]) -> bool:
+    """Whether pytest collects all tests. `arguments`: the files and folders that it is given."""
+    return [Path(each).absolute() for each in arguments] == [TESTS]
+
+
+def is_waiter(arguments: Sequence[str]) -> bool:
+    """Whether this process runs files of `WAITING` alone and need not import the others, half of what a worker
+    imports. Every worker collects files and folders that are named one by one."""
+    return os.environ.get("PYTEST_XDIST_WORKER") in WAITERS and is_whole(arguments)
+
+
+def is_waiting(path: Path) -> bool:
+    return path.is_relative_to(TESTS) and path.relative_to(TESTS.parent).as_posix() in WAITING
 
 
 class WaitingApart(LoadFileScheduling):  # type: ignore[misc]
-    _collected: dict[WorkerController, list[str]]
-    """What each worker has collected."""
-
     def _check_nodes_have_same_collection(self) -> bool:
-        """Each worker has collected a part: those that have collected a file must have the same tests of it."""
-        self._collected = dict(self.registered_collections)
-        files: dict[str, list[str]] = {}
-        for collected in self._collected.values():
-            own: dict[str, list[str]] = {}
-            for test in collected:
-                own.setdefault(self._split_scope(test), []).append(test)
-            if any(files.setdefault(file, tests) != tests for file, tests in own.items()):
-                return bool(super()._check_nodes_have_same_collection())
-        # The first collection is the one that is scheduled: all tests, in the order of the worker that has most.
-        most = sorted(self._collected.values(), key=len, reverse=True)
-        first = next(iter(self._collected))
-        self.registered_collections[first] = list(dict.fromkeys(itertools.chain(*most)))
-        return True
+        collections = self.registered_collections
+        parts = {node: tests for node, tests in collections.items() if node.gateway.id in WAITERS}
+        others = [tests for node, tests in collections.items() if node not in parts]
+        if parts and others:
+            # Of the others' tests they collect a part. The first collection is the one that is scheduled.
+            for node in parts:
+                del collections[node]
+            is_same = super()._check_nodes_have_same_collection()
+            collections.update(parts)
+            waiting = sorted(test for test in others[0] if self._split_scope(test) in WAITING)
+            if all(sorted(part) == waiting for part in parts.values()):
+                return bool(is_same)
+        return bool(super()._check_nodes_have_same_collection())
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        self.registered_collections.update(self._collected)
-        id, own = node.gateway.id, {self._split_scope(test) for test in self._collected[node]}
+        is_waiter = node.gateway.id in WAITERS
         waiting = [file for file in WAITING if file in self.workqueue]
-        able = [file for file in self.workqueue if file in own]
-        wanted = waiting if id in WAITERS else [file for file in able if file not in waiting] or able
-        wanted = [file for file in OWN.get(id, ()) if file in wanted] or wanted
-        if not wanted:
+        wanted = waiting if is_waiter else [file for file in self.workqueue if file not in waiting]
+        importing = [file for file in IMPORTING if file in wanted]
+        if importing and not is_waiter:
+            others = [file for file in wanted if file not in importing]
+            wanted = importing + others if node.gateway.id == IMPORTER else others + importing
+        if wanted:
+            self.workqueue.move_to_end(wanted[0], last=False)
+        elif is_waiter:
             node.shutdown()
             return
-        self.workqueue.move_to_end(wanted[0], last=False)
         super()._assign_work_unit(node)

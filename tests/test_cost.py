@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.cost import ROOT, Cost, cost_of, run_order
-from tests.schedule import CLIENTS, IMPORTING, WAITERS, WAITING, is_collected
+from tests.schedule import IMPORTING, WAITERS, WAITING, is_waiter, is_waiting
 
 
 @pytest.mark.parametrize(
@@ -34,23 +34,18 @@ def test_files_that_wait_and_files_that_compute_alternate(tmp_path: Path) -> Non
 
 
 def test_every_scheduled_file_is_there_once() -> None:
-    scheduled = [*WAITING, *IMPORTING, *CLIENTS]
+    scheduled = [*WAITING, *IMPORTING]
     assert [file for file in scheduled if not (ROOT / file).is_file()] == []
     assert len({*scheduled}) == len(scheduled)
 
 
-def test_workers_collect_only_files_that_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {"waiting": WAITING[0], "importing": IMPORTING[0], "clients": CLIENTS[0], "other": "tests/test_cost.py"}
-
-    def collected(worker: str, *arguments: str) -> set[str]:
-        monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
-        return {name for name, file in files.items() if is_collected(ROOT / file, arguments)}
-
-    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "4")
+def test_waiting_workers_collect_their_own_files_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", WAITERS[-1])
     monkeypatch.chdir(ROOT)
-    assert collected(WAITERS[-1], "tests") == collected(WAITERS[-1], str(ROOT / "tests")) == {"waiting"}
-    assert collected("gw0", "tests") == files.keys() - {"clients"}
-    assert collected("gw1", "tests") == files.keys() - {"importing"}
-    assert collected("gw1", WAITING[0]) == {*files}, "files that are named are everyone's"
-    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "1")
-    assert collected("gw0", "tests") == {*files}
+    assert is_waiter(["tests"])
+    assert is_waiter([str(ROOT / "tests")])
+    assert not is_waiter([WAITING[0]])
+    assert is_waiting(ROOT / WAITING[0])
+    assert not is_waiting(Path(__file__))
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw1")
+    assert not is_waiter(["tests"])

@@ -45,7 +45,7 @@ def run_example(
 ) -> Answer:
     """Its answer, after it was checked that each token is recorded as the engine saw or drew it, and none twice."""
     format = FORMATS[format_name]()
-    config = CommandConfig(command=(sys.executable, str(EXAMPLES / name), *arguments), env=env or {}, timeout_s=60)
+    config = CommandConfig(command=(sys.executable, str(EXAMPLES / name), *arguments), env=env or {}, timeout_s=300)
     with live(format, script, tools=tools) as gateway:
         episode, key = gateway.episode()
         job = Job("attempt", TASK, Endpoint(gateway.url, key), (), Workspaces(folder).open("attempt", TASK))

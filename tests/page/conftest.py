@@ -22,7 +22,7 @@ from m2forge.text.format import ChatFormat
 from tests.page.chromium import chromium
 from tests.page.scene import Scene, make_chat_format
 
-expect.set_options(timeout=30_000)  # the default of 5 s is little for a busy machine
+expect.set_options(timeout=60_000)  # the default of 5 s is little for a busy machine
 SIZES = {"wide": (1440, 900), "narrow": (390, 800)}
 
 

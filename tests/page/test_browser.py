@@ -191,7 +191,7 @@ def read_through(page: Page, id: int) -> float:
     page.keyboard.type("is at 49")
     expect(page.locator(".reader .found")).to_contain_text("1 of")
     page.evaluate(f"location.hash = '#/episode/{id}?call={NUM_LONG - 1}'")
-    expect(page.locator(f"[data-index='{NUM_LONG - 1}'] .part.thinking")).to_be_visible(timeout=20_000)
+    expect(page.locator(f"[data-index='{NUM_LONG - 1}'] .part.thinking")).to_be_visible()
     with shooting(page, "long"):
         pass
     return frame_ms

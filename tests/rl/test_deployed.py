@@ -40,7 +40,7 @@ QUESTION: dict[str, JsonValue] = {
     "messages": [{"role": "user", "content": "Answer the mail."}],
     "max_tokens": 8,
 }
-DEADLINE_S = 120.0
+DEADLINE_S = 500.0
 
 
 class Operator:

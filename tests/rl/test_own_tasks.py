@@ -66,7 +66,7 @@ TEST = """#!/bin/sh
 [ "$(cat /workspace/answer.txt)" = WORD ] && reward=1 || reward=0
 echo "$reward" > /logs/verifier/reward.txt
 """
-LIMIT_S = 150.0
+LIMIT_S = 500.0
 
 
 def write_tasks(folder: Path) -> Path:

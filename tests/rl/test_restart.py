@@ -24,7 +24,7 @@ from tests.rl.ring import agent_command, command_of, processes, started, wait_un
 from tests.rl.scene import make_config, make_model
 from tests.rl.test_faults import NO_POSTGRES, Fault, Witness, database, judge, strike, tell
 
-TIMEOUT_S, POLL_S = 150.0, 0.05
+TIMEOUT_S, POLL_S = 500.0, 0.05
 
 
 ROUNDS: tuple[dict[str, Fault], ...] = (

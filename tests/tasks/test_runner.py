@@ -34,6 +34,7 @@ HOG = f"import os\nos.sched_setaffinity(0, {{{STARVED_CPU}}})\nprint(flush=True)
 TASK = Hostile().draw(1, 0)
 COMMAND = (sys.executable, "-m", "tests.tasks.hostile_worker")
 TIMEOUT_S = 0.5
+NUM_PLAYS = 3
 MAX_PASSED_S = 2 * MAX_WAIT * TIMEOUT_S
 """Two tries at a request; a try that waits longer for a processor ends as `infra`."""
 RAISING = "reasoning-gym:prime_factorization"
@@ -47,15 +48,19 @@ class LiveRunner:
         self._loop, self._runner = loop, runner
 
     def play(self, scene: Callable[[TaskRunner], Awaitable[T]]) -> T:
-        """What `scene` gives; the event loop must not have stalled."""
+        """What `scene` gives; the event loop must not stall each time that it is played. It stalls on a busy machine
+        too: whoever starts a process waits until that has a processor."""
 
-        async def watched() -> T:
+        async def watched() -> tuple[T, float]:
             async with watched_stalls() as stalls:
                 found = await scene(self._runner)
-            assert max(stalls) < MAX_STALL_S
-            return found
+            return found, max(stalls)
 
-        return self._loop.run(watched())
+        for _ in range(NUM_PLAYS):
+            found, stall_s = self._loop.run(watched())
+            if stall_s < MAX_STALL_S:
+                return found
+        raise AssertionError(f"the event loop stalled for {stall_s:.2f} s")
 
 
 @contextlib.contextmanager
@@ -79,6 +84,13 @@ def hostile_runner(folder: Path, timeout_s: float = TIMEOUT_S) -> Iterator[LiveR
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRunner]:
     """One worker for all tests: what a test does to it, the next one must not notice."""
     with hostile_runner(tmp_path_factory.mktemp("hostile")) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRunner]:
+    """A worker whose limit is no test's subject."""
+    with hostile_runner(tmp_path_factory.mktemp("patient"), timeout_s=3.0) as live:
         yield live
 
 
@@ -153,12 +165,12 @@ def test_a_verifier_that_raises_twice_has_perf_0_and_a_traceback(hostile: LiveRu
 
 
 @pytest.mark.parametrize("answer", ["raise", "crash", "sleep", "die", "grow"])
-def test_what_fails_once_is_tried_again(hostile: LiveRunner, answer: str) -> None:
+def test_what_fails_once_is_tried_again(patient: LiveRunner, answer: str) -> None:
     async def scene(runner: TaskRunner) -> Verdict:
         await runner.verify(TASK, Submission("fine"))  # so that the worker is not fresh
         return await runner.verify(TASK, Submission(f"{answer} once"))
 
-    assert hostile.play(scene).perf == 1.0
+    assert patient.play(scene).perf == 1.0
 
 
 def test_a_verifier_that_waits_for_a_processor_is_given_the_time(hostile: LiveRunner) -> None:

@@ -81,7 +81,7 @@ def test_a_mutant_that_never_ends_decides_nothing() -> None:
 
     found = asyncio.run(run())
     assert found.problem == "unfinished: over 1 s of CPU time"
-    assert 0.9 < found.cpu_s < 5
+    assert 0.75 < found.cpu_s < 5
 
 
 # -- repair by a model -------------------------------------------------------------------------------------------------

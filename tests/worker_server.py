@@ -1,0 +1,119 @@
+"""Workers of pytest-xdist, forked from one process that has imported what the test files import.
+
+    python -m tests.worker_server LISTENER FILTER…  imports, then forks a worker for every client, until its parent ends
+    python tests/worker_server.py ADDRESS           a client: execnet starts it as a worker's Python
+
+The client hands its standard streams to the worker, over which execnet talks to it, and lives as long as the worker.
+The server starts no thread and computes nothing, so that a worker begins without threads and locks of another process.
+"""
+
+import array
+import ast
+import builtins
+import contextlib
+import gc
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+STREAMS = (0, 1, 2)
+BOOTSTRAP = "import sys; exec(eval(sys.stdin.readline()))"
+"""What execnet gives a Python to run."""
+
+
+def start(address: Path, filters: Sequence[str]) -> Callable[[], None]:
+    """Start a server and return what ends it. `filters`: pytest's filters of warnings."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(address))
+        listener.listen()  # clients that connect while the server imports wait
+        command = [sys.executable, "-m", "tests.worker_server", str(listener.fileno()), *filters]
+        server = subprocess.Popen(command, cwd=TESTS.parent, stdin=subprocess.PIPE, pass_fds=(listener.fileno(),))
+
+    def end() -> None:
+        server.communicate()
+
+    return end
+
+
+def client_command(address: Path) -> str:
+    """A client, as the Python that execnet starts; the arguments that execnet adds are ignored."""
+    return f"{sys.executable} -I -S {__file__} {address}"
+
+
+def import_modules(filters: Sequence[str]) -> None:
+    """Run the imports of all test files, those of one another left out: pytest rewrites their assertions. One that
+    fails is reported when pytest collects its file."""
+    gc.disable()
+    with warnings.catch_warnings():
+        for action, message, category in ((*each.split(":"), "", "")[:3] for each in filters):
+            warnings.filterwarnings(action, message, getattr(builtins, category or "Warning"))  # type: ignore[arg-type]
+        for statement in _imports():
+            with contextlib.suppress(Exception):
+                exec(compile(ast.Module([statement], []), __file__, "exec"), {})
+    gc.freeze()
+    gc.enable()
+
+
+def _imports() -> Iterator[ast.stmt]:
+    for path in sorted(TESTS.rglob("test_*.py")):
+        for statement in ast.parse(path.read_bytes()).body:
+            is_test = isinstance(statement, ast.ImportFrom) and ".test_" in f"{statement.module}"
+            if isinstance(statement, ast.Import | ast.ImportFrom) and not is_test:
+                yield statement
+
+
+def serve(descriptor: int) -> None:
+    """Return in every worker, its streams in place; end when the standard input is closed."""
+    workers = []
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's concern
+    with socket.socket(fileno=descriptor) as listener:
+        while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+            connection, _ = listener.accept()
+            if (worker := os.fork()) == 0:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                _take_streams(connection)
+                return
+            workers.append(worker)
+            connection.close()
+    for worker in workers:
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
+    sys.exit(0)
+
+
+def _take_streams(connection: socket.socket) -> None:
+    """The connection stays open until this process ends."""
+    size = array.array("i").itemsize * len(STREAMS)
+    _, ((_, _, data), *_), _, _ = connection.recvmsg(1, socket.CMSG_SPACE(size))
+    for stream, given in zip(STREAMS, array.array("i", data), strict=True):
+        os.dup2(given, stream)
+        os.close(given)
+    connection.detach()
+    sys.stdin = open(0)  # noqa: SIM115  (a stream of the process)
+
+
+def be_client(address: str) -> None:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        connection.sendmsg([b"."], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", STREAMS))])
+        for stream in STREAMS[:2]:
+            os.close(stream)  # or execnet would not see that the worker has ended
+        connection.recv(1)
+
+
+if __name__ == "__main__" and sys.flags.isolated:
+    be_client(sys.argv[1])
+elif __name__ == "__main__":
+    import_modules(sys.argv[2:])
+    serve(int(sys.argv[1]))
+    # As in a process that execnet has started: one that this process spawns imports nothing for its main module.
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(BOOTSTRAP, vars(main))
