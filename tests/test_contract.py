@@ -43,7 +43,7 @@ FLOORS = (
     ("kernels", "text", "tree", "sandbox"),
     ("model",),
     ("corpus", "train", "rollout", "weights", "gateway", "pool", "reward", "tasks", "agents"),
-    ("pretrain", "sft", "rl", "evaluate", "inference", "pipelines", "testing"),
+    ("pretrain", "sft", "rl", "evaluate", "inference", "pipelines", "plan", "testing"),
     ("evolve", "trials"),
     (
         "page",

@@ -2,9 +2,9 @@
 
     loss = Σ over chunks of score(z),    z[m] = head · hidden[position[m]]
 
-Only positions that carry a loss are multiplied with the head, and about `CHUNK_BYTES` of logits exist at once. `score`
-also returns the gradient of its loss with respect to the logits, so the forward pass computes the gradients of hidden
-states and head while a chunk's logits exist, and nothing is recomputed.
+Only positions that carry a loss are multiplied with the head, and about `CHUNK_BYTES` (logit_chunk.py) of logits exist
+at once. `score` also returns the gradient of its loss with respect to the logits, so the forward pass computes the
+gradients of hidden states and head while a chunk's logits exist, and nothing is recomputed.
 
 Shapes: N tokens, M loss positions, C positions of a chunk, D hidden size, V vocabulary, K top tokens.
 """
@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 from m2forge.kernels import arithmetic as native
 from m2forge.kernels.arithmetic import at_least_float32, raised
 from m2forge.kernels.linear import linear_float32
+from m2forge.kernels.logit_chunk import chunk_rows
 
-CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 25}
 Score: TypeAlias = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """(logits_CV, slice of the M positions) → (loss summed over them, its gradient with respect to the logits). `score` may
 reuse the logits' memory for the gradient."""
@@ -43,19 +43,12 @@ def linear_loss(
     chunk_bytes: int | None = None,
 ) -> Tensor:
     """A position may occur several times. Call it outside compiled regions."""
-    rows = chunk_rows(hidden_ND, head_VD, chunk_bytes)
+    rows = chunk_rows(head_VD.shape[0], hidden_ND.element_size(), hidden_ND.device.type, chunk_bytes)
     if not torch.is_grad_enabled():
         hidden_ND, head_VD = hidden_ND.detach(), head_VD.detach()
     inputs = (hidden_ND, head_VD, position_M, score, float32_head, rows)
     loss: Tensor = _LinearLoss.apply(*inputs)  # type: ignore[no-untyped-call]
     return loss
-
-
-def chunk_rows(hidden_ND: Tensor, head_VD: Tensor, chunk_bytes: int | None) -> int:
-    """Rows per chunk, counted in the network's dtype; logits raised to float32 take twice the bytes of bfloat16
-    ones."""
-    budget = chunk_bytes or CHUNK_BYTES.get(hidden_ND.device.type, CHUNK_BYTES["cpu"])
-    return max(1, budget // (head_VD.shape[0] * hidden_ND.element_size()))
 
 
 def check_targets(target_M: Tensor, vocab_size: int) -> None:

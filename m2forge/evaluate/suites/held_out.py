@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from m2forge.evaluate.report import DomainLoss, ModuleLoss, readable_bytes
-from m2forge.kernels.head_loss import chunk_rows
+from m2forge.kernels.logit_chunk import chunk_rows
 from m2forge.model.plan import Documents
 from m2forge.model.transformer import Transformer
 from m2forge.records import NO_TARGET, IntArray, Pack
@@ -96,7 +96,7 @@ def _nll_and_choice(
     """Loss and argmax token at each position, computed over chunks of logits."""
     nll, choice = np.empty(len(position), np.float64), np.empty(len(position), np.int32)
     # The float32 copy of the logits exists beside the original.
-    rows = max(1, chunk_rows(hidden_ND, model.head_weight, None) // 4)
+    rows = max(1, chunk_rows(model.config.vocab_size, hidden_ND.element_size(), hidden_ND.device.type) // 4)
     for start in range(0, len(position), rows):
         chunk = slice(start, start + rows)
         index_C = torch.as_tensor(position[chunk], dtype=torch.int64).to(hidden_ND.device)

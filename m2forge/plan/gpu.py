@@ -1,0 +1,96 @@
+"""GPUs: datasheet figures, and the rates that training reaches on them.
+
+A GPU's `Datasheet` holds the vendor's figures. `Rates` are what the training step reaches: measured where a line says
+by which command at which commit, otherwise the H200's measured share of the datasheet's peak, which is an estimate and
+printed as one.
+"""
+
+from dataclasses import dataclass, replace
+
+from m2forge.errors import NotFoundError, suggest
+
+GB = 10**9
+NODE_GPUS = 8
+"""GPUs of a node, which NVLink connects."""
+
+
+@dataclass(frozen=True)
+class Datasheet:
+    memory: float
+    """Bytes."""
+    peak_flops: float
+    """Dense bfloat16 operations per second."""
+    bandwidth: float
+    """Bytes per second of its memory."""
+    nvlink: float
+    """Bytes per second to the other GPUs of a node, in one direction."""
+
+
+DATASHEETS = {
+    "A100": Datasheet(80 * GB, 312e12, 2.039e12, 300e9),
+    "H100": Datasheet(80 * GB, 989e12, 3.35e12, 450e9),
+    "H200": Datasheet(141 * GB, 989e12, 4.8e12, 450e9),
+    "B200": Datasheet(180 * GB, 2250e12, 7.7e12, 900e9),
+}
+"""The vendor's figures of the SXM versions: memory, dense bfloat16 FLOPS, memory bandwidth, half of NVLink's total."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a training step reaches."""
+
+    dense: float
+    """FLOPS of dense products."""
+    expert: float
+    """FLOPS of the experts' grouped products."""
+    attention: float
+    """FLOPS of attention."""
+    bandwidth: float
+    """Bytes per second of what products do not hide: norms, gates, sorting, optimizer."""
+    block_s: float
+    """Seconds in which the host launches a block's kernels, forward and backward: the least that a block takes."""
+    origin: str
+    """How the figures were found."""
+
+    def scaled(self, to: Datasheet, of: Datasheet, origin: str) -> "Rates":
+        """The same shares of another GPU's peak."""
+        products, memory = to.peak_flops / of.peak_flops, to.bandwidth / of.bandwidth
+        return replace(
+            self,
+            dense=self.dense * products,
+            expert=self.expert * products,
+            attention=self.attention * products,
+            bandwidth=self.bandwidth * memory,
+            origin=origin,
+        )
+
+
+MEASURED = {
+    "H200": Rates(
+        dense=567e12,
+        expert=600e12,
+        attention=545e12,
+        bandwidth=3.0e12,
+        block_s=1e-3,
+        origin="benchmarks/model.py at 01a4275, layers of M2",
+    )
+}
+"""Rates found by measurement, by GPU."""
+REFERENCE = "H200"
+
+
+@dataclass(frozen=True)
+class GPU:
+    name: str
+    datasheet: Datasheet
+    rates: Rates
+
+
+def find_gpu(name: str) -> GPU:
+    if name not in DATASHEETS:
+        raise NotFoundError(f"unknown GPU {name!r}; {suggest(name, DATASHEETS)}")
+    datasheet = DATASHEETS[name]
+    if name in MEASURED:
+        return GPU(name, datasheet, MEASURED[name])
+    origin = f"estimated: the {REFERENCE}'s measured shares of the datasheet's peaks"
+    return GPU(name, datasheet, MEASURED[REFERENCE].scaled(datasheet, DATASHEETS[REFERENCE], origin))
