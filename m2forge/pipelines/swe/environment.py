@@ -15,6 +15,7 @@ end of the output; it answers with one action (`action.py`), and rules go on fro
 costs its round. When rounds or tokens are used up, the candidate is rejected: "build".
 """
 
+import asyncio
 import json
 import math
 import re
@@ -32,12 +33,20 @@ from m2forge.pipelines.swe.action import NO_EDITS, Edits, apply_action
 from m2forge.pipelines.swe.candidate import Candidate
 from m2forge.pipelines.swe.config import BuildModelConfig
 from m2forge.pipelines.swe.toolchains.table import TOOLCHAINS
-from m2forge.pipelines.swe.toolchains.toolchain import LOGS, REPORT_PATH, Environment, Outcomes, TestRun, Toolchain
+from m2forge.pipelines.swe.toolchains.toolchain import (
+    LOGS,
+    REPORT_PATH,
+    Coverage,
+    Environment,
+    Outcomes,
+    TestRun,
+    Toolchain,
+)
 from m2forge.protocols import Command, Outcome, OutcomeReason, Sandbox
 from m2forge.records import JsonValue
 from m2forge.sandbox.backend import open_sandbox
 from m2forge.sandbox.config import SandboxConfig
-from m2forge.tasks.folders.folder import write_folder
+from m2forge.tasks.folders.folder import write_files
 from m2forge.tasks.folders.suite_tests import REPORT, VARIABLE, parse
 from m2forge.tasks.folders.swe_bench import TESTBED, USER
 from m2forge.tasks.folders.task_image import TaskImage, task_image
@@ -88,10 +97,11 @@ class Runner:
 
     async def image(self, candidate: Candidate, environment: Environment) -> TaskImage:
         """The image of the files that the task folder will have, built once."""
-        files = TOOLCHAINS[environment.toolchain].files(candidate.package, candidate.release, environment)
+        toolchain = TOOLCHAINS[environment.toolchain]
+        files = await asyncio.to_thread(toolchain.files, candidate.package, candidate.release, environment)
         with tempfile.TemporaryDirectory() as scratch:
             context = Path(scratch) / "environment"
-            write_folder(context, files)
+            await asyncio.to_thread(write_files, context, files)
             try:
                 return await task_image(context, None, self.config, self.base_image)
             except DataError as error:
@@ -143,6 +153,23 @@ class Runner:
         # Without output of its own, a command has written all of it to the report.
         shown = output or report[-20_000:].decode(errors="replace")
         return read_report(toolchain, report, targets, shown[-20_000:], outcome.cpu_s)
+
+    async def coverage(self, toolchain: Toolchain, image: TaskImage, target: str) -> Coverage | None:
+        """What the tests of a target execute; None where that cannot be known."""
+        if not toolchain.coverage_variable:
+            return None
+        folder = f"{LOGS}/coverage"
+        variables = {VARIABLE: REPORT_PATH, toolchain.coverage_variable: folder}
+        async with self.opened(image) as sandbox:
+            outcome = await sandbox.run(Command(toolchain.command((target,)), variables, merges_stderr=True))
+            await sandbox.kill_all()
+            with tempfile.TemporaryDirectory() as scratch:
+                try:
+                    await sandbox.download(folder, Path(scratch), MAX_REPORT_BYTES)
+                except (NotFoundError, DataError):
+                    return None
+                files = toolchain.read_coverage(Path(scratch))
+        return None if files is None else Coverage(files, outcome.cpu_s)
 
     @asynccontextmanager
     async def opened(self, image: TaskImage) -> AsyncIterator[Sandbox]:

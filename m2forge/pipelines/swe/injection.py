@@ -1,17 +1,17 @@
 """Bug injection: a release whose tests pass in, candidates with one small fault each out.
 
-A mutation of a source file is tried in a sandbox. It is a bug if tests
-that passed three times without it fail with it, and no more than `MAX_BROKEN` of all: a fault that breaks everything
-teaches nothing. The candidate's base is the faulty tree without the test functions that failed; its golden patch undoes
-the fault, its test patch restores the functions. Both together make the release again, so the runs after the golden
-patch are those of the release, and three of them serve all bugs. The run in which the fault was tried is one of the
-three before the patch.
+A mutation of a source file is tried in a sandbox. It is a bug if tests that passed three times without it fail with it,
+and no more than `MAX_BROKEN` of all: a fault that breaks everything teaches nothing. Where the language tells what
+tests execute, only those targets run that execute the fault. The candidate's base is the faulty tree without the test
+functions that failed; its golden patch undoes the fault, its test patch restores the functions. Both together make the
+release again, so the runs after the golden patch are those of the release, and three of them serve all bugs. The run in
+which the fault was tried is one of the three before the patch.
 """
 
 import ast
 import asyncio
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
@@ -21,7 +21,7 @@ from m2forge.pipelines.swe.candidate import Candidate, make_candidate
 from m2forge.pipelines.swe.environment import MutantLimit, Runner, build, mutant_limit
 from m2forge.pipelines.swe.mutation import Mutation, functions, mutations
 from m2forge.pipelines.swe.toolchains.table import detect
-from m2forge.pipelines.swe.toolchains.toolchain import Environment, Outcomes, TestRun, Toolchain
+from m2forge.pipelines.swe.toolchains.toolchain import Coverage, Environment, Outcomes, TestRun, Toolchain
 from m2forge.pipelines.swe.tree import Release, Tree
 from m2forge.python_source import parse_python
 from m2forge.records import JsonValue
@@ -89,14 +89,21 @@ async def inject(sound: Sound, num: int, runner: Runner, generator: random.Rando
     """Up to `num` bugs, each with another fault."""
     faults = _faults(sound, generator, num * MAX_TRIES)
     limit = await _limit(sound, faults[0][0], runner) if faults else mutant_limit(0.0)
+    reach = await _measure_reach(sound, runner)
     waiting, found = iter(enumerate(faults)), dict[int, Bug]()
 
     async def work() -> None:
         for number, (path, mutation) in waiting:
-            mutant = mutation.apply(sound.release.tree[path].content.decode())
-            run = await _try(sound, path, mutant, runner, limit)
-            if (broken := broken_tests(sound.passing, run)) is not None:
-                candidate = _candidate(sound, path, mutation, broken)
+            source = sound.release.tree[path].content.decode()
+            targets = _reaching(reach, path, source, mutation)
+            if not targets:
+                continue
+            own_limit = _own_limit(limit, [reach[target] for target in targets])
+            run = await _try(sound, path, mutation.apply(source), targets, runner, own_limit)
+            # Tests that never reach the fault do as they do in the release.
+            others = {id: Outcomes.PASSED for id in sound.passing if id.partition("::")[0] not in targets}
+            if (broken := broken_tests(sound.passing, replace(run, tests={**run.tests, **others}))) is not None:
+                candidate = await asyncio.to_thread(_candidate, sound, path, mutation, broken)
                 if isinstance(candidate, Candidate):
                     before, *after = (restricted(one, candidate.targets) for one in (run, *sound.runs))
                     found[number] = Bug(candidate, (before,), tuple(after))
@@ -108,20 +115,49 @@ async def inject(sound: Sound, num: int, runner: Runner, generator: random.Rando
     return [found[number] for number in sorted(found)[:num]]
 
 
+async def _measure_reach(sound: Sound, runner: Runner) -> dict[str, Coverage | None]:
+    """By target, what its tests execute of the release, where the language tells it."""
+    targets, slots = _targets(sound.passing), asyncio.Semaphore(NUM_SANDBOXES)
+
+    async def measure(target: str) -> Coverage | None:
+        async with slots:
+            return await runner.coverage(sound.toolchain, sound.image, target)
+
+    return dict(zip(targets, await asyncio.gather(*map(measure, targets)), strict=True))
+
+
+def _reaching(reach: Mapping[str, Coverage | None], path: str, source: str, mutation: Mutation) -> tuple[str, ...]:
+    """Targets whose tests may execute a fault."""
+    return tuple(
+        target
+        for target, coverage in reach.items()
+        if coverage is None or coverage.reaches(path, source, mutation.start, mutation.end)
+    )
+
+
+def _own_limit(limit: MutantLimit, reach: Sequence[Coverage | None]) -> MutantLimit:
+    """The limit of a run of some targets."""
+    known = [coverage.cpu_s for coverage in reach if coverage is not None]
+    return limit if len(known) < len(reach) else min(limit, mutant_limit(sum(known)), key=lambda one: one.cpu_s)
+
+
 async def _limit(sound: Sound, path: str, runner: Runner) -> MutantLimit:
     """The limit of runs with a fault. Where a compiler has the release's own files in its cache, a run with another
     line end takes as long as one with a fault."""
     runs = sound.runs
     if sound.toolchain.is_compiled:
-        runs += (await _try(sound, path, sound.release.tree[path].content.decode() + "\n", runner),)
+        text = sound.release.tree[path].content.decode() + "\n"
+        runs += (await _try(sound, path, text, _targets(sound.passing), runner),)
     return mutant_limit(max(run.cpu_s for run in runs))
 
 
-async def _try(sound: Sound, path: str, text: str, runner: Runner, limit: MutantLimit | None = None) -> TestRun:
-    """Run the tests with another text of one file."""
+async def _try(
+    sound: Sound, path: str, text: str, targets: Sequence[str], runner: Runner, limit: MutantLimit | None = None
+) -> TestRun:
+    """Run the tests of targets with another text of one file."""
     async with runner.opened(sound.image) as sandbox:
         await sandbox.write(path, text.encode())
-        return await runner.run_in(sound.toolchain, sandbox, _targets(sound.passing), limit=limit)
+        return await runner.run_in(sound.toolchain, sandbox, targets, limit=limit)
 
 
 def restricted(run: TestRun, targets: Sequence[str]) -> TestRun:

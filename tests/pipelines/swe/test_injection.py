@@ -16,7 +16,7 @@ from m2forge.pipelines.swe.injection import Sound, broken_tests, inject, restric
 from m2forge.pipelines.swe.pipeline import _packed_runs, _unpacked_runs
 from m2forge.pipelines.swe.task import NUM_RUNS, Observation, observe
 from m2forge.pipelines.swe.toolchains.python import Python
-from m2forge.pipelines.swe.toolchains.toolchain import Environment, Outcomes, TestRun, Toolchain
+from m2forge.pipelines.swe.toolchains.toolchain import Coverage, Environment, Outcomes, TestRun, Toolchain
 from m2forge.tasks.folders.task_image import TaskImage
 from tests.pipelines.swe import projects
 
@@ -151,6 +151,9 @@ class Kept:
 class Executing(Scripted):
     """A runner that calls the functions of the file."""
 
+    async def coverage(self, toolchain: Toolchain, image: TaskImage, target: str) -> Coverage | None:
+        return None
+
     @asynccontextmanager
     async def opened(self, image: TaskImage) -> AsyncIterator[Kept]:
         yield Kept()
@@ -181,3 +184,33 @@ def test_bugs_do_not_depend_on_how_many_are_tried_at_once(num: int, monkeypatch:
         found.append([bug.candidate.id for bug in bugs])
     assert found[0] == found[1] == found[2]
     assert len(found[0]) == num
+
+
+class Covering(Executing):
+    """A runner that knows what a second target executes: nothing of the source."""
+
+    other = "tests/test_other.py"
+
+    def __init__(self, is_reached: bool) -> None:
+        super().__init__()
+        self.is_reached, self.targets = is_reached, set[tuple[str, ...]]()
+
+    async def coverage(self, toolchain: Toolchain, image: TaskImage, target: str) -> Coverage | None:
+        is_executed = self.is_reached and target != self.other
+        return None if is_executed else Coverage({"sums.py": [[(0, len(projects.FIXED), 0)]]}, 0.1)
+
+    async def run_in(self, toolchain: Toolchain, sandbox: Kept, targets: Sequence[str], limit: MutantLimit) -> TestRun:
+        self.targets.add(tuple(targets))
+        return await super().run_in(toolchain, sandbox, targets, limit)
+
+
+@pytest.mark.parametrize("is_reached", [True, False])
+def test_a_fault_runs_in_targets_that_execute_it(is_reached: bool) -> None:
+    release = projects.release({**projects.NEW, "setup.py": ""}, "1.1")
+    runs = (TestRun({FIRST: P, TOTAL: P, f"{Covering.other}::test_first": P}),) * NUM_RUNS
+    environment = Environment("python", (), (), "3.11")
+    sound = Sound("sums", release, "MIT", Python(), environment, TaskImage("host"), runs)
+    runner = Covering(is_reached)
+    bugs = asyncio.run(inject(sound, 1, cast("Runner", runner), random.Random(1)))
+    assert len(bugs) == int(is_reached)
+    assert runner.targets == ({("tests/test_sums.py",)} if is_reached else set())

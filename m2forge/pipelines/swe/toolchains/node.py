@@ -15,6 +15,7 @@ import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from urllib.parse import unquote
 
 from m2forge.compiled import cache_folder
 from m2forge.errors import NotFoundError
@@ -23,6 +24,7 @@ from m2forge.pipelines.swe.action import NPM, Edits, module_name
 from m2forge.pipelines.swe.toolchains import node_suite
 from m2forge.pipelines.swe.toolchains.toolchain import (
     Environment,
+    Ranges,
     TestRun,
     Toolchain,
     commit_command,
@@ -55,6 +57,7 @@ class Node(Toolchain):
     is_compiled = False
     report = "programs"
     index = NPM
+    coverage_variable = "NODE_V8_COVERAGE"
     manifests = ("package.json",)
 
     def is_project(self, tree: Tree) -> bool:
@@ -127,6 +130,19 @@ class Node(Toolchain):
 
     def command(self, targets: Sequence[str], max_failures: int | None = None) -> tuple[str, ...]:
         return ("python3", "-s", PROGRAM, *targets)
+
+    def read_coverage(self, folder: Path) -> dict[str, list[Ranges]] | None:
+        found, processes = dict[str, list[Ranges]](), sorted(folder.glob("coverage-*.json"))
+        try:
+            for process in processes:
+                for script in json.loads(process.read_bytes())["result"]:
+                    path = unquote(script["url"]).removeprefix(f"file://{TESTBED}/")
+                    parts = [part for function in script["functions"] for part in function["ranges"]]
+                    ranges = [(part["startOffset"], part["endOffset"], part["count"]) for part in parts]
+                    found.setdefault(path, []).append(ranges)
+        except (ValueError, KeyError, TypeError):
+            return None
+        return found if processes else None
 
     def locate(self, id: str, tests: Mapping[str, str]) -> tuple[str, str] | None:
         path, _, inner = id.partition("::")

@@ -14,8 +14,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import PurePosixPath
-from typing import ClassVar
+from pathlib import Path, PurePosixPath
+from typing import ClassVar, TypeAlias
 
 from m2forge.pipelines.swe.action import Edits, Index
 from m2forge.pipelines.swe.tree import COMMIT, GIT_ENV, Release, Tree
@@ -70,6 +70,34 @@ class TestRun:
         return {id for id, outcome in self.tests.items() if outcome is Outcomes.PASSED}
 
 
+Ranges: TypeAlias = Sequence[tuple[int, int, int]]
+"""Start, end and count of parts of a text, in units of UTF-16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What the processes of a run have executed."""
+
+    files: Mapping[str, Sequence[Ranges]]
+    """By path, for each process that has loaded the file. Of the ranges that hold a character the smallest counts."""
+    cpu_s: float
+
+    def reaches(self, path: str, source: str, start: int, end: int) -> bool:
+        """Whether the run may have executed these bytes of a file. `source`: its text."""
+        data = source.encode()
+        first, last, whole = (len(data[:at].decode().encode("utf-16-le")) // 2 for at in (start, end, len(data)))
+        return any(
+            # A loader has changed a text of another length.
+            max(stop for _, stop, _ in ranges) != whole or _count(ranges, first) or _count(ranges, last - 1)
+            for ranges in self.files.get(path, ())
+        )
+
+
+def _count(ranges: Ranges, at: int) -> int:
+    holding = ((stop - start, -count) for start, stop, count in ranges if start <= at < stop)
+    return -min(holding, default=(0, 0))[1]
+
+
 class Toolchain(ABC):
     """How projects of one language are recognised, built and tested."""
 
@@ -82,6 +110,8 @@ class Toolchain(ABC):
     """A key of `suite_tests.FORMATS`."""
     index: ClassVar[Index | None] = None
     """Where packages come from that a build model may add, pin and remove; None: it may set variables alone."""
+    coverage_variable: ClassVar[str] = ""
+    """Names a folder to which a run writes what it reaches; "": there is none."""
     manifests: ClassVar[tuple[str, ...]] = ()
     """Files by which a build model knows a project, the first that a tree has; none: its metadata."""
 
@@ -133,6 +163,10 @@ class Toolchain(ABC):
     @abstractmethod
     def command(self, targets: Sequence[str], max_failures: int | None = None) -> tuple[str, ...]:
         """Runs the tests of targets. `max_failures`: it may stop after as many."""
+
+    def read_coverage(self, folder: Path) -> Mapping[str, Sequence[Ranges]] | None:
+        """The files of `Coverage` that a run has written to a folder; None if they cannot be read."""
+        return None
 
     def workload(self, targets: Sequence[str]) -> tuple[str, ...]:
         """The command whose CPU time counts in a task of speed; empty where such tasks are not made."""
