@@ -28,7 +28,7 @@ from m2forge.pipelines.swe.toolchains.table import TOOLCHAINS, detect
 from m2forge.pipelines.swe.toolchains.toolchain import SOURCE_ENDINGS, Toolchain
 from m2forge.pipelines.swe.tree import COMMIT, GIT_ENV, Release, Tree, parse_metadata, read_pyproject
 from m2forge.records import JsonValue
-from m2forge.tasks.folders.folder import FileKind, FolderFile, read_files, write_folder
+from m2forge.tasks.folders.folder import FileKind, FolderFile, read_files, write_files
 from m2forge.tasks.folders.swe_tests import patched_files
 
 
@@ -163,7 +163,7 @@ def apply_to_tree(tree: Tree, patch: str) -> dict[str, FolderFile]:
     names = {*patched_files(patch), *_BINARY.findall(patch)}
     with tempfile.TemporaryDirectory() as scratch:
         root, file = Path(scratch) / "tree", Path(scratch) / "patch"
-        write_folder(root, {path: tree[path] for path in names if path in tree})
+        write_files(root, {path: tree[path] for path in names if path in tree})
         file.write_text(patch, encoding="utf-8")
         _git(root, "apply", "--whitespace=nowarn", "--allow-empty", str(file))
         changed = {path: file for path, file in read_files(root).items() if file.kind is not FileKind.FOLDER}
@@ -188,7 +188,7 @@ def _patches(old: Tree, new: Tree, is_test: Callable[[str], bool]) -> tuple[str,
     """The commit of the old tree, the golden patch and the test patch."""
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch) / "tree"
-        write_folder(root, old)
+        write_files(root, old)
         _git(root, "init", "-q")
         (root / ".git" / "info" / "attributes").write_text(_binary_attributes(old, new), encoding="utf-8")
         commit = commit_all(root)

@@ -14,6 +14,7 @@ nothing. Up to `MAX_MUTANTS` mutants of lines that the golden patch adds show wh
 passes this gate.
 """
 
+import asyncio
 import random
 import re
 import tempfile
@@ -37,7 +38,7 @@ from m2forge.records import JsonValue
 from m2forge.tasks.folders import swe_tests
 from m2forge.tasks.folders.environment import prepare
 from m2forge.tasks.folders.export import folder_name
-from m2forge.tasks.folders.folder import CONFIG_NAME, FolderFile, read_folder, write_folder
+from m2forge.tasks.folders.folder import CONFIG_NAME, FolderFile, read_folder, write_files
 from m2forge.tasks.folders.lint import lint
 from m2forge.tasks.folders.swe_bench import record_files
 from m2forge.tasks.folders.task_image import TaskImage
@@ -364,8 +365,8 @@ async def verify_files(files: Mapping[str, FolderFile], runner: Runner) -> Rejec
     """Run the solution and nothing by this project's own verification, and lint; None if the folder is sound."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "task"
-        write_folder(path, files)
-        if findings := lint(path):
+        await asyncio.to_thread(write_files, path, files)
+        if findings := await asyncio.to_thread(lint, path):
             shown = [str(finding).replace(f"{path}/", "") for finding in findings]
             return Rejection("lint", {"findings": list[JsonValue](shown[:20])})
         environment = await prepare(read_folder(path), runner.config, runner.base_image)

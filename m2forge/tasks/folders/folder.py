@@ -355,22 +355,28 @@ def read_files(root: Path) -> dict[str, FolderFile]:
 
 
 def write_folder(dest: Path, files: Mapping[str, FolderFile]) -> None:
-    """Write files to a folder that does not exist or is empty, all of them or none."""
+    """Write files to a folder that does not exist or is empty, all of them or none, synced to disk."""
+    with staged_folder(dest) as folder:
+        write_files(folder, files)
+
+
+def write_files(folder: Path, files: Mapping[str, FolderFile]) -> None:
+    """Write files to an empty folder, which is made if it is missing."""
     for name in files:
         if not name or name.startswith("/") or "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
-            raise DataError(f"{dest}: expected paths inside the folder, received {name!r}")
-    with staged_folder(dest) as folder:
-        for name, file in files.items():
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            match file.kind:
-                case FileKind.LINK:
-                    path.symlink_to(os.fsdecode(file.content))
-                case FileKind.FOLDER:
-                    path.mkdir(parents=True)
-                case _:
-                    path.write_bytes(file.content)
-                    path.chmod(0o755 if file.kind is FileKind.EXECUTABLE else 0o644)
+            raise DataError(f"{folder}: expected paths inside the folder, received {name!r}")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, file in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        match file.kind:
+            case FileKind.LINK:
+                path.symlink_to(os.fsdecode(file.content))
+            case FileKind.FOLDER:
+                path.mkdir(parents=True)
+            case _:
+                path.write_bytes(file.content)
+                path.chmod(0o755 if file.kind is FileKind.EXECUTABLE else 0o644)
 
 
 def add_provenance(table: Table, values: Table) -> dict[str, TomlValue]:

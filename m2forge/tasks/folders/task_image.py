@@ -272,7 +272,7 @@ async def task_image(
             return await _build_by_podman(store, context, config)
         except DataError as error:
             raise NotFoundError(f"{missing}; podman could not build it either: {error}") from error
-    own = f"task-{_digest(context, base, store)}"
+    own = f"task-{await asyncio.to_thread(_digest, context, base, store)}"
     if not store.has(own):
         await _build_all(store, own, context, recipe, config, base)
     return TaskImage(base, (own,), recipe.workdir, recipe.user, recipe.env)
@@ -285,7 +285,7 @@ async def _build_all(
     if not head or context is None:
         await _build(store, name, context, recipe, config, base)
         return
-    shared = f"task-{_shared_digest(head, recipe.env, context, base, store)}"
+    shared = f"task-{await asyncio.to_thread(_shared_digest, head, recipe.env, context, base, store)}"
     if not store.has(shared):
         await _build(store, shared, context, replace(recipe, steps=head), config, base)
     await _build(store, name, context, replace(recipe, steps=tail), config, base, store.find(shared))
