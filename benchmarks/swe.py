@@ -35,6 +35,7 @@ from report import Bar, arguments, finish, print_table
 
 from m2forge.compiled import cache_folder
 from m2forge.errors import NotFoundError
+from m2forge.files import append_line, whole_lines
 from m2forge.pipelines.config import PipelineConfig
 from m2forge.pipelines.run import STORE_FILE, run_pipeline
 from m2forge.pipelines.swe.source import download_pinned, package_version
@@ -267,11 +268,8 @@ class Golden:
     def __init__(self, run: Path) -> None:
         self.name, self._path = run.name, run / "golden.jsonl"
         self.tasks = sorted((run / "tasks").glob("*/"))
-        text = self._path.read_text() if self._path.is_file() else ""
-        # The last line of a killed process may be cut.
-        self.records = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-        if self.tasks and not text.endswith("\n"):
-            self._path.write_text("".join(json.dumps(record) + "\n" for record in self.records))
+        data = self._path.read_bytes() if self._path.is_file() else b""
+        self.records = [json.loads(line) for line in whole_lines(data)]
 
     def num_done(self, task: Path) -> int:
         return sum(record["task"] == task.name for record in self.records)
@@ -282,8 +280,7 @@ class Golden:
 
     def add(self, task: Path, problem: str) -> None:
         self.records.append({"task": task.name, "problem": problem})
-        with self._path.open("a") as file:
-            file.write(json.dumps(self.records[-1]) + "\n")
+        append_line(self._path, json.dumps(self.records[-1]))
         print(f"golden {self.name}: {len(self.records)} runs, {len(self.failed)} failed", flush=True)
 
 
