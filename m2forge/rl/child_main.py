@@ -1,6 +1,6 @@
 """Entry points of the loop's child processes, each configured from the run's directory alone:
 
-    python -m m2forge.rl.child_main trainer RUN_DIR
+    python -m m2forge.rl.child_main trainer RUN_DIR                     on a mesh, starts itself once for each rank
     python -m m2forge.rl.child_main sampler RUN_DIR SOCKET              serves the newest published weights by HTTP
     python -m m2forge.rl.child_main gateway RUN_DIR SOCKET SAMPLER_URL
 
@@ -47,6 +47,11 @@ def importing() -> Iterator[None]:
 
 
 def run_trainer(run_dir: Path) -> None:
+    machine = load_resolved(RLConfig, run_dir / CONFIG_FILE).train.machine
+    if not machine.mesh.is_single and "RANK" not in os.environ:
+        from m2forge.rl.ranks import num_ranks, run_ranks
+
+        sys.exit(run_ranks((MODULE, "trainer", str(run_dir)), num_ranks(machine), Layout(run_dir).log))
     with importing():
         from m2forge.rl.trainer import train
 

@@ -172,10 +172,6 @@ class RLConfig(Config):
             raise ValueError(
                 "reward.shuffled: deployed agents' rewards are taken as they are posted; leave pool.admit_deployed out"
             )
-        if not self.train.machine.mesh.is_single:
-            mesh = self.train.machine.mesh
-            received = f"replicate {mesh.replicate}, shard {mesh.shard}, expert {mesh.expert}"
-            raise ValueError(f"train.machine.mesh: RL trains in one process, received {received}; leave it out")
         if self.train.lora is not None and self.weights.anchor_every > 1:
             raise ValueError(
                 "weights.anchor_every: with train.lora a version is an adapter, which is published whole; leave it out"

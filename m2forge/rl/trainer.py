@@ -2,6 +2,9 @@
 
     claim a batch in the window → advantages → a step over its token trees → commit → publish → periodically, checkpoint
 
+On a mesh of several ranks (rl/ranks.py) rank 0 does all of it, and the others take part in the step: rank 0 signals
+what comes next, deals the trees by cost, and gathers what it publishes.
+
 All of its state is on disk. Killed at any moment and restarted, it resumes from its newest checkpoint: versions
 published since are discarded, and the pool returns the units that those steps had trained on. So the current weights
 have trained on every committed episode exactly once.
@@ -26,7 +29,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from math import floor
@@ -38,28 +42,31 @@ from m2forge.model.checkpoint import load_model, save_model
 from m2forge.model.convert import find_companions
 from m2forge.model.hub import find_folder
 from m2forge.model.lora import attach
-from m2forge.observe.busy import open_busy_log
+from m2forge.observe.busy import BusyLog, open_busy_log
 from m2forge.observe.metrics import MetricsWriter
 from m2forge.pool.batch import Claim
 from m2forge.pool.pool import Pool
 from m2forge.pool.stored import StoredEpisode, StoredUnit, make_label, read_roles
-from m2forge.records import PolicyVersion, Reward
+from m2forge.records import FloatArray, PolicyVersion, Reward
 from m2forge.reward.advantage import assign_advantages, select_rewards, trained_calls
 from m2forge.reward.config import AdvantageConfig
 from m2forge.reward.judge import Judged
 from m2forge.rl.config import RLConfig
 from m2forge.rl.importance_ratio import delete_ratios, write_ratios
 from m2forge.rl.layout import Layout, begin_branch
+from m2forge.rl.ranks import deal, gather, scatter
 from m2forge.tasks.config import CurriculumConfig, StageConfig
 from m2forge.tasks.curriculum import Mixture
 from m2forge.train.checkpoint import CheckpointStore, load_checkpoint_model, restore
 from m2forge.train.config import PhaseConfig
 from m2forge.train.engine import TrainEngine
-from m2forge.train.loop import lr_at
-from m2forge.train.machine import choose_device, choose_dtype, machine_settings, set_up_model
+from m2forge.train.loop import TokenCost, lr_at
+from m2forge.train.machine import choose_devices, choose_dtype, machine_ranks, machine_settings, set_up_model, spread
+from m2forge.train.parallel import SINGLE_RANK, Ranks, unsharded_model
 from m2forge.train.position import Position, read_position
 from m2forge.train.run_dir import CONFIG_FILE, hold_run
 from m2forge.tree.build import Problem
+from m2forge.tree.codec import decode_tree, encode_tree
 from m2forge.tree.token_tree import TokenTree
 
 
@@ -102,46 +109,77 @@ def _judged(stored: StoredEpisode, config: AdvantageConfig) -> tuple[Judged, Tok
 
 POLL_S = 0.02
 TRAINER_FOLDER = "trainer"
+IDLE_S = 60.0
+"""Ranks that wait for a batch hear from rank 0 this often: a collective has a time limit."""
+_IDLE, _STEP, _END = 1, 2, 3
+"""What rank 0 tells the others: nothing yet, a step comes, the run is over."""
 _log = logging.getLogger(__name__)
 
 
 def train(run_dir: Path) -> None:
     """Train the run in `run_dir` from its configuration there; a lock allows one process at a time."""
     config = load_resolved(RLConfig, run_dir / CONFIG_FILE)
-    with hold_run(run_dir / TRAINER_FOLDER):
-        Trainer(run_dir, config).run()
+    with (
+        machine_ranks(config.train.machine) as ranks,
+        hold_run(run_dir / TRAINER_FOLDER) if not ranks.rank else nullcontext(),
+    ):
+        Trainer(run_dir, config, ranks).run()
+
+
+@dataclass(frozen=True)
+class Order:
+    """One rank's part of a step."""
+
+    trees: list[bytes]
+    """As tree/codec.py encodes them."""
+    lr: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step did, on rank 0 with what all ranks did."""
+
+    is_empty: bool
+    figures: dict[str, float]
+    problems: list[Problem]
+    log_ratios: dict[str, FloatArray]
+    """Logprobs of each sample's tokens before the update, less those when they were sampled."""
 
 
 class Trainer:
-    def __init__(self, run_dir: Path, config: RLConfig) -> None:
-        self.config, self.layout = config, Layout(run_dir)
+    def __init__(self, run_dir: Path, config: RLConfig, ranks: Ranks = SINGLE_RANK) -> None:
+        self.config, self.layout, self.ranks = config, Layout(run_dir), ranks
         folder = find_folder(config.model, config.revision)
         self._companions = find_companions(folder)
-        self._busy = open_busy_log("trainer")
+        self._busy = BusyLog(None) if ranks.rank else open_busy_log("trainer")
         self.checkpoints = CheckpointStore(self.layout.checkpoints, config.train.checkpoint, self._companions)
         self.weights = self.layout.weight_store(config, self._companions)
-        device = choose_device(config.train.machine)
-        dtype, newest = choose_dtype(config.train.machine, device), self.checkpoints.newest()
+        machine = config.train.machine
+        device, home = choose_devices(machine, ranks)
+        dtype, newest = choose_dtype(machine, device), self.checkpoints.newest()
         if newest is None:
-            model, self.position = load_model(folder, device=device, dtype=dtype), Position()
+            model, self.position = load_model(folder, device=home, dtype=dtype), Position()
             if config.train.lora is not None:
                 attach(model, config.train.lora, folder)
         else:
-            model, self.position = load_checkpoint_model(newest, device, dtype), read_position(newest)
+            model, self.position = load_checkpoint_model(newest, home, dtype), read_position(newest)
         if config.policy.replay == "recorded" and model.config.moe is None:
             raise ConfigError(f'policy.replay = "recorded": {config.model} has no experts to replay; leave it out')
+        spread(model, machine, ranks, f"checkpoints of {run_dir}: {self.position}")
         self.engine = TrainEngine(
             model,
             config.train.optimizer,
+            ranks=ranks,
             policy=config.policy,
-            offload=config.train.machine.offload,
+            offload=machine.offload,
             router_bias=config.train.router_bias,
-            walk=config.train.machine.walk_config,
+            walk=machine.walk_config,
         )
+        self._cost = TokenCost(model.config, model.config.max_context)
         if newest is not None:
             restore(self.engine, newest)
             _log.info("resuming from %s", newest)
-        set_up_model(model, config.train.machine, device)
+        set_up_model(model, machine, device)
         self._phase = PhaseConfig(
             name="rl",
             steps=config.num_steps,
@@ -157,9 +195,20 @@ class Trainer:
 
     def run(self) -> None:
         """Train the remaining steps and write the finished model."""
-        config, device = self.config, self.engine.device
+        with machine_settings(self.config.train.machine, self.engine.device):
+            if self.ranks.rank:
+                self._follow()
+            else:
+                self._lead()
+            # All ranks: a sharded model is gathered.
+            model = unsharded_model(self.engine.model, self.ranks)
+            if model is not None and not self.ranks.rank and not self.layout.model.exists():
+                save_model(model, self.layout.model, companions=self._companions)
+            self.ranks.max_int(0)
+
+    def _lead(self) -> None:
+        config = self.config
         with (
-            machine_settings(config.train.machine, device),
             Pool(self.layout.pool(config.pool), self.engine.model.config.vocab_size) as pool,
             MetricsWriter(self.layout.run_dir, config.train.metrics) as metrics,
         ):
@@ -170,11 +219,34 @@ class Trainer:
                 figures = self._learn(pool, claimed)
                 waited_from_s = time.perf_counter()
                 metrics.write(self.position.step, figures | {"waited_s": waited_s})
-                if self.position.step % config.train.checkpoint.every_steps == 0:
+                if self._is_due():
                     self._save(pool)
+            self.ranks.max_int(_END)
             self._save(pool)
-        if not self.layout.model.exists():
-            save_model(self.engine.model, self.layout.model, companions=self._companions)
+
+    def _follow(self) -> None:
+        """What a rank other than 0 does: the same collectives in the same order."""
+        if self.ranks.max_int(0):
+            self._publish()
+        while (signal := self.ranks.max_int(0)) != _END:
+            if signal != _STEP:
+                continue
+            order: Order = scatter(None, self.ranks)
+            # After an empty step rank 0 ends the run.
+            if not self._step([decode_tree(tree) for tree in order.trees], order.lr).is_empty:
+                self._publish()
+                if self._is_due():
+                    self.checkpoints.save(self.engine, self.position)
+        self.checkpoints.save(self.engine, self.position)
+
+    def _is_due(self) -> bool:
+        return self.position.step % self.config.train.checkpoint.every_steps == 0
+
+    def _publish(self) -> None:
+        """Publish the weights as the version of the current step. All ranks call this together."""
+        model = unsharded_model(self.engine.model, self.ranks)
+        if model is not None and not self.ranks.rank:
+            self.weights.publish(model, self.position.step)
 
     def _discard_later(self, pool: Pool) -> None:
         """Discard everything that came after the checkpoint."""
@@ -191,8 +263,8 @@ class Trainer:
             )
         newest = self.weights.newest()
         # A remaining version of this step was published by the process that wrote the checkpoint, from these weights.
-        if newest is None or newest[0].step != self.position.step:
-            self.weights.publish(self.engine.model, self.position.step)
+        if self.ranks.max_int(int(newest is None or newest[0].step != self.position.step)):
+            self._publish()
 
     def _batches(self, pool: Pool) -> Iterator[Claim]:
         """Yield the batch of each remaining step as soon as the window holds it."""
@@ -200,40 +272,40 @@ class Trainer:
         max_tokens, per_group = self.config.batch_tokens, self.config.units_per_group
         if max_tokens is None:
             for quotas in itertools.islice(batch_quotas(config, per_group), remaining.start, remaining.stop):
-                yield _wait_for(partial(pool.claim, sum(quotas.values()), self.version, quotas))
+                yield self._wait_for(partial(pool.claim, sum(quotas.values()), self.version, quotas))
             return
         sized = SizedQuotas(config, pool.batch_sizes(self.version.lineage), per_group)
         for _ in remaining:
             within = partial(pool.claim_within, max_tokens, sized.max_units, self.version, sized.quotas)
-            claimed = _wait_for(within)
+            claimed = self._wait_for(within)
             sized.note(len(claimed.units))
             yield claimed
+
+    def _wait_for(self, claim: Callable[[], Claim | None]) -> Claim:
+        heard_s = time.monotonic()
+        while (claimed := claim()) is None:
+            time.sleep(POLL_S)
+            if time.monotonic() > heard_s + IDLE_S:
+                self.ranks.max_int(_IDLE)
+                heard_s = time.monotonic()
+        return claimed
 
     def _learn(self, pool: Pool, claimed: Claim) -> dict[str, float]:
         started_s = time.perf_counter()
         units = pool.fetch(claimed)
         trees = make_trees(units, self.config.reward.advantage, self.engine.model.config.vocab_size)
         lr = lr_at(self._phase, self.position.step)
-        with self._busy:
-            report = self.engine.step(trees, lr=lr, version=self.position.step)
-            # Host sync.
-            read = report.read()
-        self._busy.flush()
-        for problem in report.problems:
+        step = self._step(self._share(trees, lr), lr)
+        for problem in step.problems:
             _log.warning("not trained: %s", problem.reason)
-        if report.is_empty:
-            raise TrainingError(describe_untrained(units, report.problems, self.version))
-        figures = read | {"lr": lr, "trained_s": time.perf_counter() - started_s}
-        num_tokens = int(figures["tokens_computed"])
-        self.position = replace(
-            self.position, step=self.position.step + 1, num_tokens=self.position.num_tokens + num_tokens
-        )
+        if step.is_empty:
+            raise TrainingError(describe_untrained(units, step.problems, self.version))
+        figures = step.figures | {"lr": lr, "trained_s": time.perf_counter() - started_s}
         pool.commit(claimed, self.version)
         published_s = time.perf_counter()
-        self.weights.publish(self.engine.model, self.position.step)
+        self._publish()
         figures["published_s"] = time.perf_counter() - published_s
-        log_ratios = {sample.name: logprobs - sample.logprobs for sample, logprobs in report.logprobs()}
-        write_ratios(self.layout.ratios, self.position.step, log_ratios, self.config.keep_ratios)
+        write_ratios(self.layout.ratios, self.position.step, step.log_ratios, self.config.keep_ratios)
         rewards = [episode.reward for unit in units for episode in unit.episodes if episode.reward is not None]
         figures["reward"] = sum(reward.total for reward in rewards) / max(1, len(rewards))
         figures["perf"] = sum(reward.perf for reward in rewards) / max(1, len(rewards))
@@ -249,6 +321,30 @@ class Trainer:
         oldest = [unit.oldest_step for unit in units if unit.oldest_step is not None]
         figures["staleness"] = self.position.step - 1 - min(oldest, default=self.position.step - 1)
         return figures
+
+    def _share(self, trees: Sequence[TokenTree], lr: float) -> Sequence[TokenTree]:
+        """Send the other ranks their trees of a step, so that all need about the same time; returns this rank's."""
+        if self.ranks.num_ranks == 1:
+            return trees
+        dealt = deal([self._cost.tree_flops(tree) for tree in trees], self.ranks.num_ranks)
+        self.ranks.max_int(_STEP)
+        scatter([Order([encode_tree(trees[index]) for index in indices], lr) for indices in dealt], self.ranks)
+        return [trees[index] for index in dealt[0]]
+
+    def _step(self, trees: Sequence[TokenTree], lr: float) -> Step:
+        """Take one step. All ranks call this together, each with its trees."""
+        with self._busy:
+            report = self.engine.step(trees, lr=lr, version=self.position.step)
+            # Host sync.
+            figures = report.read()
+        self._busy.flush()
+        log_ratios = {sample.name: logprobs - sample.logprobs for sample, logprobs in report.logprobs()}
+        parts = gather((report.problems, log_ratios), self.ranks)
+        if not report.is_empty:
+            num_tokens = self.position.num_tokens + int(figures["tokens_computed"])
+            self.position = replace(self.position, step=self.position.step + 1, num_tokens=num_tokens)
+        problems = [problem for part, _ in parts for problem in part]
+        return Step(report.is_empty, figures, problems, dict(pair for _, part in parts for pair in part.items()))
 
     def _save(self, pool: Pool) -> None:
         # In this order: after a power loss the pool may have steps that the checkpoint lacks, never the reverse.
@@ -273,12 +369,6 @@ def describe_untrained(units: Sequence[StoredUnit], problems: Sequence[Problem],
         f"step {version.step + 1}: nothing in the batch of {num_episodes} episodes can be trained: {why}. Check "
         "the agents' requests, `agent.sampling`, `agent.budget` and the limits under `policy`, then start the run again"
     )
-
-
-def _wait_for(claim: Callable[[], Claim | None]) -> Claim:
-    while (claimed := claim()) is None:
-        time.sleep(POLL_S)
-    return claimed
 
 
 def _is_flat(unit: StoredUnit) -> bool:

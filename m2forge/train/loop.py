@@ -63,18 +63,11 @@ from m2forge.train.checkpoint import CheckpointStore, load_checkpoint_model, res
 from m2forge.train.config import Curve, PhaseConfig, TrainConfig
 from m2forge.train.engine import PendingMetrics, TrainEngine
 from m2forge.train.evaluation import Evaluation, selection_loss
-from m2forge.train.machine import choose_device, choose_dtype, machine_settings, peak_flops, set_up_model
-from m2forge.train.parallel import (
-    SINGLE_RANK,
-    ProcessRanks,
-    Ranks,
-    align,
-    refuse_difference,
-    shard_model,
-    unsharded_model,
-)
+from m2forge.train.machine import choose_devices, choose_dtype, machine_settings, peak_flops, set_up_model, spread
+from m2forge.train.parallel import SINGLE_RANK, Ranks, unsharded_model
 from m2forge.train.position import CHECKPOINT_FOLDER, MODEL_FOLDER, Best, Position, read_position
 from m2forge.train.run_dir import hold_run
+from m2forge.tree.token_tree import TokenTree
 
 
 class TokenCost:
@@ -90,6 +83,15 @@ class TokenCost:
         length = np.concatenate([pack.lengths for pack in packs]).astype(np.float64)
         through_layers = float((length * (self._base + self._slope * length)).sum())
         return through_layers + self._head * sum(num_targets(pack) for pack in packs)
+
+    def tree_flops(self, tree: TokenTree) -> float:
+        """The same for a tree, whose shared tokens are computed once."""
+        nodes, _ = tree.nodes()
+        size_V, end_V = np.array([(node.size, node.end) for node in nodes], np.float64).reshape(-1, 2).T
+        # A token attends to as many as its depth. A row's mean depth is half of its length.
+        depths = float((size_V * (end_V - size_V / 2)).sum())
+        num_edges = sum(sample.num_response for sample in tree.samples)
+        return float(size_V.sum()) * self._base + 2 * self._slope * depths + self._head * num_edges
 
 
 DEPTH = 2
@@ -216,9 +218,7 @@ class TrainLoop:
         if self._exports_best and not config.checkpoint.keep:
             raise ConfigError('eval.export = "best" needs checkpoints, and train.checkpoint.keep is 0; set it to 1')
         self.store = CheckpointStore(run_dir / CHECKPOINT_FOLDER, config.checkpoint, companions)
-        self.device = ranks.device if isinstance(ranks, ProcessRanks) else choose_device(config.machine)
-        # With FSDP the model moves to the device block by block: unsharded it may not fit.
-        home = torch.device("cpu") if config.machine.mesh.is_sharded else self.device
+        self.device, home = choose_devices(config.machine, ranks)
         self.dtype = choose_dtype(config.machine, self.device)
         self._loaded = newest = self.store.newest()
         if newest is None:
@@ -227,11 +227,7 @@ class TrainLoop:
             model, self.position = load_checkpoint_model(newest, home, self.dtype), read_position(newest)
             _log.info("resuming from %s", newest)
             self._forget_missing_best()
-        if isinstance(ranks, ProcessRanks):
-            refuse_difference(f"checkpoints of {run_dir}", repr(self.position), ranks)
-            align(model, ranks)
-            if config.machine.mesh.is_sharded:
-                shard_model(model, config.machine.mesh, ranks)
+        spread(model, config.machine, ranks, f"{run_dir}: {self.position}")
         self.engine = TrainEngine(
             model,
             config.optimizer,

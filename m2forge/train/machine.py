@@ -12,7 +12,15 @@ import torch
 from m2forge.errors import ConfigError
 from m2forge.model.transformer import Transformer
 from m2forge.train.config import MachineConfig
-from m2forge.train.parallel import SINGLE_RANK, Ranks, process_ranks
+from m2forge.train.parallel import (
+    SINGLE_RANK,
+    ProcessRanks,
+    Ranks,
+    align,
+    process_ranks,
+    refuse_difference,
+    shard_model,
+)
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
 """Dense bfloat16 FLOPS, as stated by the vendor."""
@@ -67,6 +75,23 @@ def machine_ranks(config: MachineConfig) -> Iterator[Ranks]:
         return
     with process_ranks(choose_device(config), config.mesh) as ranks:
         yield ranks
+
+
+def choose_devices(config: MachineConfig, ranks: Ranks) -> tuple[torch.device, torch.device]:
+    """The device that this rank trains on, and the one that it loads the model to."""
+    device = ranks.device if isinstance(ranks, ProcessRanks) else choose_device(config)
+    # With FSDP the model moves to the device block by block: unsharded it may not fit.
+    return device, torch.device("cpu") if config.mesh.is_sharded else device
+
+
+def spread(model: Transformer, config: MachineConfig, ranks: Ranks, source: str) -> None:
+    """Give all ranks rank 0's weights, and shard them as the mesh says. `source`: where they come from, in words that
+    must be the same on all ranks."""
+    if isinstance(ranks, ProcessRanks):
+        refuse_difference("checkpoints", source, ranks)
+        align(model, ranks)
+        if config.mesh.is_sharded:
+            shard_model(model, config.mesh, ranks)
 
 
 def set_up_model(model: Transformer, config: MachineConfig, device: torch.device) -> None:

@@ -117,6 +117,11 @@ def process_ranks(device: torch.device, mesh: MeshConfig, *, timeout_s: float = 
     mesh.of_ranks(int(os.environ["WORLD_SIZE"]))
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if device.index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"train.machine.mesh: rank {device.index} of this machine finds {torch.cuda.device_count()} GPUs; each "
+                "rank needs its own: set smaller numbers"
+            )
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))

@@ -11,14 +11,6 @@ from m2forge.rl.config import RLConfig
 from tests.rl.scene import make_config
 
 
-@pytest.mark.parametrize(("replicate", "shard"), [(2, 1), (1, "auto")])
-def test_a_trainer_over_several_processes_is_refused(tmp_path: Path, replicate: int, shard: int | str) -> None:
-    received = f"replicate {replicate}, shard {shard}"
-    with pytest.raises(ConfigError, match=f"train.machine.mesh: RL trains in one process, received {received}"):
-        make_config(tmp_path, train={"machine": {"mesh": {"replicate": replicate, "shard": shard}}})
-    make_config(tmp_path, train={"machine": {"mesh": {"replicate": 1}}})
-
-
 def test_shuffled_rewards_are_refused_with_deployed_agents(tmp_path: Path) -> None:
     make_config(tmp_path, pool={"admit_deployed": True})
     with pytest.raises(ConfigError, match=r"reward.shuffled: deployed agents' rewards are taken as they are posted"):

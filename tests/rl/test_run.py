@@ -1,5 +1,6 @@
 """One run of one step, looked at from several sides: it starts from a hub id, in a cell of a notebook; its agent asks
-for greedy samples, in a short context; its routing is recorded. (test_restart.py runs whole, with evaluations.)
+for greedy samples, in a short context; its routing is recorded; two ranks train it. (test_restart.py runs whole, with
+evaluations.)
 """
 
 import asyncio
@@ -24,6 +25,8 @@ from m2forge.rl.config import RLConfig
 from m2forge.rl.eval import EvalResult
 from m2forge.rl.layout import Layout
 from m2forge.rl.loop import train_rl
+from m2forge.rl.ranks import log_path
+from m2forge.train.config import MeshConfig
 from m2forge.tree.token_tree import TokenTree
 from tests.model.stand_in_hub import FIRST_COMMIT, ID, StandInHub, hub_at, serving
 from tests.rl.ring import AGENT, ROOT
@@ -56,6 +59,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         "agent": config.agent.model_copy(update={"command": (sys.executable, str(GREEDY), str(AGENT))}),
         "curriculum": config.curriculum.model_copy(update={"stages": stages}),
         "policy": config.policy.model_copy(update={"replay": "recorded"}),
+        "train": config.train.model_copy(
+            update={"machine": config.train.machine.model_copy(update={"mesh": MeshConfig(replicate=2)})}
+        ),
     }
     config = config.model_copy(update=changes)
 
@@ -82,6 +88,12 @@ def test_a_run_from_a_hub_id_writes_its_commit(ended: Ended) -> None:
     config = load(RLConfig, ended.run_dir / "config.toml")
     assert (config.model, config.revision) == (ID, FIRST_COMMIT)
     assert (ended.run_dir / "model" / "tokenizer.json").is_file()
+
+
+def test_the_loop_starts_the_ranks_of_the_mesh(ended: Ended) -> None:
+    assert load(RLConfig, ended.run_dir / "config.toml").train.machine.mesh.replicate == 2
+    assert log_path(Layout(ended.run_dir).log, 1).is_file()
+    assert not log_path(Layout(ended.run_dir).log, 2).exists()
 
 
 def test_a_version_may_hold_what_changed_alone(ended: Ended) -> None:
