@@ -19,16 +19,19 @@ from m2forge.evaluate.predictor import ModelPredictor, Predictor
 from m2forge.evaluate.prompts.prompt_file import RenderedPrompts, read_prompts
 from m2forge.evaluate.prompts.scored_sample import Task
 from m2forge.evaluate.report import Cell, DomainLoss, EvalReport, Failure, plots, render, show
-from m2forge.evaluate.suites.completion import (
+from m2forge.evaluate.suites.exact_match import AnswerPrompt, parse_answer_prompt
+from m2forge.evaluate.suites.held_out import byte_lengths, held_out_loss
+from m2forge.evaluate.suites.suite import (
+    Material,
     Measured,
+    make_task,
     measure_exact_match,
+    measure_suite,
     measure_tool_calls,
     render_answer_prompts,
     render_tool_prompts,
+    sample_rng,
 )
-from m2forge.evaluate.suites.exact_match import AnswerPrompt, parse_answer_prompt
-from m2forge.evaluate.suites.held_out import byte_lengths, held_out_loss
-from m2forge.evaluate.suites.suite import Material, make_task, measure_suite, sample_rng
 from m2forge.evaluate.suites.tool_call import ToolPrompt, parse_tool_prompt
 from m2forge.files import write_atomic
 from m2forge.model.build import build

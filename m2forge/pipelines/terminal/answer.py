@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from m2forge.pipelines.terminal import programs
-from m2forge.pipelines.terminal.markup import Block
+from m2forge.pipelines.terminal.posts import Block
 from m2forge.pipelines.terminal.shell import KEYWORDS, ShellError, functions, read_commands
 
 _PROMPT = re.compile(r"^\s*(?:[\w.-]+@[\w.-]+[:\s][^$#\n]*[$#]|\$|%|❯)\s+(?=\S)")

@@ -43,9 +43,8 @@ from m2forge.pipelines.stage import Context, Item, Messages, Pipeline, Rejection
 from m2forge.pipelines.terminal import answer
 from m2forge.pipelines.terminal.build import Build, Unusable, prepare, read_question
 from m2forge.pipelines.terminal.config import SolverConfig, TerminalConfig
-from m2forge.pipelines.terminal.markup import Block, plain
 from m2forge.pipelines.terminal.operand import Role
-from m2forge.pipelines.terminal.posts import EgSource, InterCodeSource, PostsSource
+from m2forge.pipelines.terminal.posts import Block, EgSource, InterCodeSource, PostsSource, plain
 from m2forge.pipelines.terminal.task_folder import folder_name, instruction, instructions, task_files
 from m2forge.records import JsonValue, Verdict
 from m2forge.tasks.folders.environment import FolderEnvironment

@@ -1,6 +1,7 @@
-"""The sources of questions: Posts.xml of a Stack Exchange dump, and two packages of PyPI.
+"""Posts with questions about the command line: their sources, and a post's HTML as blocks of text and of code.
 
-Of a dump a stream of rows comes in, and questions with their accepted answers go out:
+The sources are Posts.xml of a Stack Exchange dump, and two packages of PyPI. Of a dump a stream of rows comes in, and
+questions with their accepted answers go out:
 
     <row Id="7" PostTypeId="1" AcceptedAnswerId="9" Tags="&lt;bash&gt;&lt;awk&gt;" Score="31" Body="…" … />
     <row Id="9" PostTypeId="2" ParentId="7" Score="44" Body="…" … />
@@ -29,6 +30,8 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterator
+from dataclasses import dataclass
+from html.parser import HTMLParser
 from io import BufferedReader
 from itertools import pairwise
 from pathlib import Path
@@ -313,3 +316,83 @@ class InterCodeSource(Source):
                     yield _item(f"intercode-{number}", query, text, inside, "intercode", _INTERCODE_AUTHORS)
                 case _:
                     yield Rejection("not a query", {"record": str(record)[:200]}, id=f"intercode-{number}")
+
+
+# -- a post's HTML ----------------------------------------------------------------------------------------------------
+
+_PARAGRAPHS = frozenset(("p", "li", "h1", "h2", "h3", "blockquote", "br", "hr", "ul", "ol", "div"))
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    text: str
+    """Code as it is; in a paragraph, code spans stand between backticks."""
+    is_code: bool = False
+    language: str = ""
+    """That a code block declares, or empty."""
+
+    @property
+    def spans(self) -> list[str]:
+        """The code spans of a paragraph."""
+        return [] if self.is_code else re.findall(r"`([^`\n]+)`", self.text)
+
+
+class _Reader(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.blocks: list[Block] = []
+        self._text: list[str] = []
+        self._is_code, self._language, self._item = False, "", ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "pre":
+            self._flush()
+            found = re.search(r"lang-(\w+)", dict(attrs).get("class") or "")
+            self._is_code, self._language = True, found[1] if found else ""
+        elif tag == "code" and not self._is_code:
+            self._text.append("`")
+        elif tag in _PARAGRAPHS and not self._is_code:
+            self._flush()
+            self._item = "- " if tag == "li" else ""
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "pre":
+            self._flush()
+        elif tag == "code" and not self._is_code:
+            self._text.append("`")
+        elif tag in _PARAGRAPHS and not self._is_code:
+            self._flush()
+
+    def handle_data(self, data: str) -> None:
+        self._text.append(data)
+
+    def close(self) -> None:
+        super().close()
+        self._flush()
+
+    def _flush(self) -> None:
+        text = "".join(self._text)
+        self._text.clear()
+        if self._is_code:
+            self.blocks.append(Block(text.removesuffix("\n"), True, self._language))
+            self._is_code, self._language = False, ""
+        elif text.strip():
+            self.blocks.append(Block(self._item + " ".join(text.split())))
+        self._item = ""
+
+
+def read_blocks(html: str) -> list[Block]:
+    reader = _Reader()
+    reader.feed(html)
+    reader.close()
+    return reader.blocks
+
+
+def plain(blocks: list[Block]) -> str:
+    """All text, code included."""
+    return "\n".join(block.text for block in blocks)
+
+
+def markdown(blocks: list[Block]) -> str:
+    parts = [f"```{block.language}\n{block.text}\n```" if block.is_code else block.text for block in blocks]
+    return "\n\n".join(parts)

@@ -10,8 +10,8 @@ from m2forge.errors import DataError
 from m2forge.evaluate.config import CompletionConfig
 from m2forge.evaluate.prompts.prompt_file import read_prompts
 from m2forge.evaluate.prompts.scored_sample import Sample
-from m2forge.evaluate.suites.completion import measure_exact_match, render_answer_prompts
 from m2forge.evaluate.suites.exact_match import AnswerPrompt, matches, normalised, parse_answer_prompt
+from m2forge.evaluate.suites.suite import measure_exact_match, render_answer_prompts
 from m2forge.records import JsonValue
 from m2forge.text.format import MINIMAX_M2_SPECIALS, make_format
 from m2forge.text.message import Message

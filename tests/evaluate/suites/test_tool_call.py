@@ -10,7 +10,7 @@ from m2forge.errors import DataError, FormatError
 from m2forge.evaluate.config import CompletionConfig
 from m2forge.evaluate.prompts.prompt_file import read_prompts
 from m2forge.evaluate.prompts.scored_sample import Sample
-from m2forge.evaluate.suites.completion import measure_tool_calls, render_tool_prompts
+from m2forge.evaluate.suites.suite import measure_tool_calls, render_tool_prompts
 from m2forge.evaluate.suites.tool_call import ToolPrompt, judge, parse_tool_prompt
 from m2forge.records import JsonValue
 from m2forge.text.format import MINIMAX_M2_SPECIALS, ChatFormat, make_format

@@ -12,8 +12,7 @@ import pytest
 from m2forge.errors import DataError, NotFoundError
 from m2forge.pipelines.stage import Context, Item, Rejection
 from m2forge.pipelines.terminal.answer import candidates, steps
-from m2forge.pipelines.terminal.markup import read_blocks
-from m2forge.pipelines.terminal.posts import EgSource, InterCodeSource
+from m2forge.pipelines.terminal.posts import EgSource, InterCodeSource, read_blocks
 
 EG = """# cut
 
