@@ -4,7 +4,7 @@
 
     text       pages of digits, which the network learns to copy, and a tokenizer
     pretrain   a narrow m2-nano from random weights, with one prediction module
-    sft        demonstrations of three families of tasks (`tasks/digit.py`) at all levels; most of them are wrong
+    sft        demonstrations of three families of tasks (`tasks/puzzle.py`) at all levels; most of them are wrong
     rl         the agent program of examples/task_agent.py, by OpenAI's SDK, through the gateway: prefix trees, CISPO,
                windowed FIFO, the module trained along; first tasks without tools, then all
     report     what happened, in one HTML file
@@ -57,7 +57,7 @@ from m2forge.sft.config import SFTConfig
 from m2forge.sft.stage import run_sft
 from m2forge.tasks.catalog import family_of, find_family
 from m2forge.tasks.demonstration import demonstrations
-from m2forge.tasks.digit import DIGITS
+from m2forge.tasks.puzzle import DIGITS
 from m2forge.tasks.task_set import TaskSet
 from m2forge.text.format import MINIMAX_M2_SPECIALS, make_format
 from m2forge.text.message import message_from_openai, tool_from_openai

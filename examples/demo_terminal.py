@@ -56,7 +56,7 @@ from m2forge.rl.eval import EvalResult
 from m2forge.rl.loop import run_rl
 from m2forge.sft.config import SFTConfig
 from m2forge.sft.stage import run_sft
-from m2forge.tasks.digit import DIGITS
+from m2forge.tasks.puzzle import DIGITS
 from m2forge.tasks.task_set import Split
 from m2forge.text.message import Message, ToolCall, message_to_openai
 from m2forge.trials.config import TrialEvalConfig

@@ -15,12 +15,11 @@ from m2forge.config import write_resolved
 from m2forge.corpus.reader import CorpusReader
 from m2forge.errors import ConfigError, NotFoundError, suggest
 from m2forge.evaluate.config import EvalConfig, HeldOutConfig
-from m2forge.evaluate.predictor import ModelPredictor, Predictor
+from m2forge.evaluate.predictor import ModelPredictor, Predictor, byte_lengths, held_out_loss
 from m2forge.evaluate.prompts.prompt_file import RenderedPrompts, read_prompts
 from m2forge.evaluate.prompts.scored_sample import Task
 from m2forge.evaluate.report import Cell, DomainLoss, EvalReport, Failure, plots, render, show
 from m2forge.evaluate.suites.exact_match import AnswerPrompt, parse_answer_prompt
-from m2forge.evaluate.suites.held_out import byte_lengths, held_out_loss
 from m2forge.evaluate.suites.suite import (
     Material,
     Measured,

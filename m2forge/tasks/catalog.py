@@ -10,11 +10,10 @@ from typing import cast
 from m2forge.errors import ConfigError, NotFoundError, suggest
 from m2forge.records import Domain, Task
 from m2forge.tasks.agent import Chain, Copies, Gather
-from m2forge.tasks.digit import Joins, Raises, Replies
 from m2forge.tasks.family import Family, family_key_of
 from m2forge.tasks.folders.folder_family import FolderFamily
 from m2forge.tasks.library_family import GymFamily, VerifiersFamily
-from m2forge.tasks.single_turn import Counters, StackProgram, Words
+from m2forge.tasks.puzzle import Counters, Joins, Raises, Replies, StackProgram, Words
 from m2forge.tasks.source import FORMS, Source, SourceKind, located, parse_source
 from m2forge.tasks.task_file import JsonlFamily
 from m2forge.tasks.user_code import load_object

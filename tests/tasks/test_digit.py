@@ -8,7 +8,7 @@ from m2forge.errors import DataError
 from m2forge.records import Submission
 from m2forge.tasks.catalog import family_of, find_family
 from m2forge.tasks.demonstration import demonstrate
-from m2forge.tasks.digit import Joins, Raises, Replies
+from m2forge.tasks.puzzle import Joins, Raises, Replies
 from m2forge.tasks.task_set import TaskSet
 
 

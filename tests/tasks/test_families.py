@@ -11,7 +11,7 @@ from m2forge.records import Domain, JsonValue, Submission, Task
 from m2forge.tasks.agent import KEYS, Chain, Copies, Gather, behind
 from m2forge.tasks.answer import plain
 from m2forge.tasks.family import read_int
-from m2forge.tasks.single_turn import COUNTS, JOINERS, LETTER_CASES, ORDERS, Counters, StackProgram, Words
+from m2forge.tasks.puzzle import COUNTS, JOINERS, LETTER_CASES, ORDERS, Counters, StackProgram, Words
 from m2forge.tasks.stack_machine import MAX_WORDS, ProgramError, run_program
 from m2forge.text.minimax_m2 import MINIMAX_M2_SPECIALS
 from m2forge.text.tokenizer import train_tokenizer

@@ -15,7 +15,7 @@ from m2forge.tasks.answer import plain
 from m2forge.tasks.catalog import EMBEDDED, family_of, find_family
 from m2forge.tasks.family import Family, Verdict
 from m2forge.tasks.library_family import GymFamily
-from m2forge.tasks.single_turn import Counters, StackProgram, Words
+from m2forge.tasks.puzzle import Counters, StackProgram, Words
 from m2forge.tasks.task_set import HELD_OUT_EVERY, TaskSet, split_of
 from m2forge.text.format import make_format
 from m2forge.text.message import Message

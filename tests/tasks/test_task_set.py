@@ -9,7 +9,7 @@ from m2forge.records import Task
 from m2forge.tasks.agent import Chain
 from m2forge.tasks.catalog import EMBEDDED
 from m2forge.tasks.family import Family, make_task
-from m2forge.tasks.single_turn import Counters
+from m2forge.tasks.puzzle import Counters
 from m2forge.tasks.task_set import Split, TaskSet, split_of
 from tests.tasks.stream import distinct
 

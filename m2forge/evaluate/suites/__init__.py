@@ -1,4 +1,4 @@
 """Evaluation suites.
 
-In reading order: suite over ruler (long context), exact_match and tool_call (prompt files); held_out.
+In reading order: suite over ruler (long context), exact_match and tool_call (prompt files).
 """

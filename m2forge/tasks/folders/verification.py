@@ -9,10 +9,17 @@ the runner's configuration are the folder's and the image's.
 Tested code often runs inside the runner's process, where it can do all that the runner can. So a score above 0 counts
 only if sentinels confirm it:
 
-    must fail   the same tests with wrong expectations (`twin`), in another fresh sandbox
+    must fail   the same tests with wrong expectations, their failing twins, in another fresh sandbox
     must pass   in folders of ours, the script itself: it exits with 0 only for a score above 0, and leaves no process
     must fail   a script that exits with a status drawn for this verification
     must pass   a script that computes a text drawn for this verification
+
+A failing twin is a test file whose tests must all fail whatever the tested code does. Tested code that patches the
+runner, skips tests, exits early or writes the reward itself makes the twins pass too: they run under the same names, so
+that the tested code does not know in which of both sandboxes it runs. In each test function, the expected value of
+`assert x == y` and `self.assertEqual(x, y)` becomes an object that equals nothing, so that also a result that claims to
+equal everything is found. A test function without such a comparison, or that reaches its end before one, fails at its
+end. Comparisons inside `with` and `try` stay as they are, since a test may expect their failure there.
 
 One rule holds for every failure:
 
@@ -20,6 +27,7 @@ One rule holds for every failure:
     a sandbox or this process failed                                           retried, then `EngineError`: no verdict
 """
 
+import ast
 import asyncio
 import json
 import math
@@ -37,6 +45,7 @@ from xml.etree import ElementTree
 
 from m2forge.errors import ConfigError, DataError, EngineError, NotFoundError
 from m2forge.protocols import Command, Outcome, OutcomeReason, Sandbox
+from m2forge.python_source import parse_python
 from m2forge.records import JsonValue, Verdict, VerdictReason
 from m2forge.sandbox.backend import open_sandbox
 from m2forge.sandbox.config import SandboxConfig
@@ -55,7 +64,6 @@ from m2forge.tasks.folders.environment import FolderEnvironment, resolved
 from m2forge.tasks.folders.folder import TEST_NAME, TaskFolder
 from m2forge.tasks.folders.swe_tests import listed
 from m2forge.tasks.folders.task_toml import Step, VerifierMode
-from m2forge.tasks.folders.twin import failing_twin, names_of_tests
 
 TESTS, LOGS = "/tests", "/logs/verifier"
 REWARD_JSON, REWARD_TEXT, CTRF_REPORT, JUNIT_REPORT = "reward.json", "reward.txt", "ctrf.json", "junit.xml"
@@ -195,7 +203,7 @@ class _Verification:
             real = await self._run(scratch / "tests", is_twin=False)
             problem = real.problem or real.sentinel or self._inconsistency(real)
             twin: _Run | None = None
-            if problem is None and real.perf > 0 and _has_twin(self._folder, self._step):
+            if problem is None and real.perf > 0 and _twins(self._folder, self._step):
                 twin = await self._run(scratch / "twin", is_twin=True)
         return self._judge(real, twin, problem)
 
@@ -363,10 +371,6 @@ def _test_sources(folder: TaskFolder, step: Step | None) -> Iterator[tuple[str, 
         yield name, path.read_text(encoding="utf-8", errors="replace")
 
 
-def _has_twin(folder: TaskFolder, step: Step | None) -> bool:
-    return bool(_twins(folder, step))
-
-
 def _twins(folder: TaskFolder, step: Step | None) -> dict[str, str]:
     """The files of the tests that differ in the failing twin, by path in /tests."""
     twins = {name: twin for name, source in _test_sources(folder, step) if (twin := failing_twin(source)) is not None}
@@ -422,6 +426,128 @@ def _failing_instance(tests: Path) -> dict[str, str]:
     text = _FAILING_FILE.format(path=path, name=name, number=number)
     instance["FAIL_TO_PASS"] = [*wanted, f"{path}::{name}"]
     return {INSTANCE_NAME: json.dumps(instance), PATCH_NAME: patch.rstrip("\n") + "\n" + text}
+
+
+_HEAD = """
+class {prefix}Other:
+    __hash__ = None
+    def __eq__(self, other):
+        return False
+    def __ne__(self, other):
+        return True
+{prefix}count = [0]
+def {prefix}other():
+    {prefix}count[0] += 1
+    return {prefix}Other()
+def {prefix}end(begin):
+    if {prefix}count[0] == begin:
+        raise AssertionError
+"""
+
+
+def names_of_tests(source: str) -> list[str]:
+    """Names of the test functions of a file, in order; none if it is not Python."""
+    try:
+        return [function.name for function in _test_functions(parse_python(source))]
+    except (SyntaxError, ValueError):
+        return []
+
+
+def failing_twin(source: str) -> str | None:
+    """The twin of a test file; None if it has no test function."""
+    try:
+        tree = parse_python(source)
+    except (SyntaxError, ValueError):
+        return None
+    functions = _test_functions(tree)
+    if not functions:
+        return None
+    prefix = f"_{secrets.choice('abcdefghijklmnop')}{secrets.token_hex(3)}_"
+    for function in functions:
+        _turn(function, prefix)
+    num_first = _num_leading(tree)
+    tree.body[num_first:num_first] = parse_python(_HEAD.format(prefix=prefix)).body
+    return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
+
+
+def _test_functions(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    found: list[ast.FunctionDef | ast.AsyncFunctionDef] = []
+    places: list[ast.Module | ast.ClassDef] = [tree]
+    while places:
+        for node in places.pop(0).body:
+            if isinstance(node, ast.ClassDef):
+                places.append(node)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test"):
+                found.append(node)
+    return found
+
+
+def _num_leading(tree: ast.Module) -> int:
+    """Statements that must stay first: the docstring and imports from the future."""
+    num = 0
+    for node in tree.body:
+        is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if not is_docstring and not (isinstance(node, ast.ImportFrom) and node.module == "__future__"):
+            break
+        num += 1
+    return num
+
+
+def _turn(function: ast.FunctionDef | ast.AsyncFunctionDef, prefix: str) -> None:
+    begin = parse_python(f"{prefix}begin = {prefix}count[0]").body
+    turner = _Turner(prefix)
+    body = [turned for node in function.body for turned in turner.turn(node)]
+    function.body = [*begin, *body, *turner.end()]
+
+
+class _Turner(ast.NodeTransformer):
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+
+    def turn(self, node: ast.stmt) -> list[ast.stmt]:
+        turned = self.visit(node)
+        return turned if isinstance(turned, list) else [turned]
+
+    def end(self) -> list[ast.stmt]:
+        return parse_python(f"{self._prefix}end({self._prefix}begin)").body
+
+    def visit_Assert(self, node: ast.Assert) -> ast.Assert:
+        if isinstance(node.test, ast.Compare) and isinstance(node.test.ops[-1], ast.Eq):
+            node.test.comparators[-1] = self._other()
+        return node
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr:
+        match node.value:
+            case ast.Call(func=ast.Attribute(attr="assertEqual"), args=[_, _, *_]):
+                node.value.args[1] = self._other()
+        return node
+
+    def visit_Return(self, node: ast.Return) -> list[ast.stmt]:
+        return [*self.end(), node]
+
+    def visit_With(self, node: ast.With) -> ast.stmt:
+        return node
+
+    def visit_AsyncWith(self, node: ast.AsyncWith) -> ast.stmt:
+        return node
+
+    def visit_Try(self, node: ast.Try) -> ast.stmt:
+        return node
+
+    def visit_TryStar(self, node: ast.TryStar) -> ast.stmt:
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.stmt:
+        return node
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.stmt:
+        return node
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.stmt:
+        return node
+
+    def _other(self) -> ast.expr:
+        return ast.Call(ast.Name(f"{self._prefix}other", ast.Load()), [], [])
 
 
 # -- what tests leave -------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from m2forge.evaluate.suites.held_out import held_out_loss
+from m2forge.evaluate.predictor import held_out_loss
 from m2forge.model.build import build
 from m2forge.model.plan import Documents
 from m2forge.records import NO_TARGET, Pack

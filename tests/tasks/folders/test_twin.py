@@ -2,7 +2,7 @@
 
 import pytest
 
-from m2forge.tasks.folders.twin import failing_twin, names_of_tests
+from m2forge.tasks.folders.verification import failing_twin, names_of_tests
 
 SOURCE = '''"""Tests."""
 from __future__ import annotations
