@@ -26,10 +26,10 @@ from m2forge.pool.tables import episode_table, unit_table
 from m2forge.rl.config import RLConfig
 from m2forge.rl.eval import read_results
 from m2forge.rl.layout import Layout
-from m2forge.tasks.folders.folder import new_folder
 from tests.rl.killed_run import run_with_kills, trained_artifacts
 from tests.rl.scene import make_config, make_model
 from tests.sandbox.places import problem
+from tests.tasks.folders.scene import new_folder
 from tests.tasks.folders.scene import table as folder_table
 from tests.tasks.judge_endpoint import completion, serve
 

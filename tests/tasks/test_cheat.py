@@ -21,9 +21,10 @@ from m2forge.records import Verdict
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.tasks.folders import swe_tests
 from m2forge.tasks.folders.environment import FolderEnvironment, prepare
-from m2forge.tasks.folders.folder import TaskFolder, new_folder
+from m2forge.tasks.folders.folder import TaskFolder
 from m2forge.tasks.folders.verification import verify_attempt
 from tests.conftest import LONG
+from tests.tasks.folders.scene import new_folder
 
 PYTEST = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "py")
 TEST_SCRIPT = """#!/bin/bash

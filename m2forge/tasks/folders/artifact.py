@@ -100,16 +100,6 @@ def check_layer(layer: Path, declared: Sequence[Artifact] | None, workdir: str, 
     return artifacts
 
 
-def workspace_layer(workspace: Path, inside: str, user: str, dest: Path) -> Path:
-    """A layer with a copy of a workspace of this machine, whose files belong to `user`."""
-    target = dest / inside.lstrip("/")
-    target.parent.mkdir(parents=True)
-    shutil.copytree(workspace, target, symlinks=True)
-    own_layer(dest, "0:0")
-    own_layer(target, user)
-    return dest
-
-
 def own_layer(folder: Path, user: str) -> None:
     """Give a file or folder of a layer, and what it holds, to a user of the sandbox, where it has several."""
     if not shifts_ids():

@@ -11,8 +11,7 @@
 of the folder, a compose file, a missing instruction. `read_folders` goes on after such a folder and returns why.
 
 `read_files` and `write_folder` are inverse to each other: bytes, executable bits, links and empty folders survive, and
-so do comments and unknown keys of a `task.toml` that is not changed. `with_table` changes it: comments are lost, keys
-that are unknown here stay.
+so do comments and unknown keys of `task.toml`.
 """
 
 import hashlib
@@ -20,25 +19,19 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-import tomli_w
-
-from m2forge.config import TomlValue
 from m2forge.errors import DataError, NotFoundError
 from m2forge.files import staged_folder
 from m2forge.tasks.folders.task_toml import (
-    PROVENANCE,
-    SCHEMA_VERSIONS,
     Provenance,
     Step,
     Table,
     TaskConfig,
     VerifierMode,
-    current_table,
     parse_provenance,
     parse_table,
     unsupported_keys,
@@ -78,8 +71,6 @@ class TaskFolder:
     """A folder that was read and can be used."""
 
     path: Path
-    text: str
-    """`task.toml` as it is written."""
     table: Table
     config: TaskConfig
     provenance: Provenance
@@ -149,25 +140,6 @@ class TaskFolder:
             head = f"{name}\0{file.kind}\0{len(file.content)}\0"
             digest.update(os.fsencode(head) + file.content)
         return digest.hexdigest()
-
-    def with_table(self, table: Table) -> "TaskFolder":
-        """The same files with another `task.toml`, validated; `write` stores them."""
-        text = tomli_w.dumps(dict(table))
-        return _build(self.path, text, str(self.path / CONFIG_NAME))
-
-    def with_current_keys(self) -> "TaskFolder":
-        """Deprecated keys under their current names, in the newest schema version."""
-        table, renamed = current_table(self.table, str(self.path / CONFIG_NAME))
-        return self.with_table(table | {"schema_version": SCHEMA_VERSIONS[-1]}) if renamed else self
-
-    def with_provenance(self, provenance: Provenance) -> "TaskFolder":
-        """The provenance is merged into `[metadata.m2forge]`."""
-        return self.with_table(add_provenance(self.table, provenance.model_dump(mode="json", exclude_none=True)))
-
-    def write(self, dest: Path) -> None:
-        """Write all files to a folder that does not exist or is empty."""
-        files = read_files(self.path)
-        write_folder(dest, files | {CONFIG_NAME: replace(files[CONFIG_NAME], content=self.text.encode())})
 
 
 def unsupported(folder: TaskFolder) -> list[str]:
@@ -249,15 +221,12 @@ def require_files(folder: TaskFolder) -> None:
 
 def read_table(path: Path) -> TaskFolder:
     """Read `task.toml` alone; the other files may be missing or broken."""
-    return _build(path, _read_text(path / CONFIG_NAME, path), str(path / CONFIG_NAME))
-
-
-def _build(path: Path, text: str, origin: str) -> TaskFolder:
+    origin = str(path / CONFIG_NAME)
     try:
-        table = tomllib.loads(text)
+        table = tomllib.loads(_read_text(path / CONFIG_NAME, path))
     except tomllib.TOMLDecodeError as error:
         raise DataError(f"{origin}: not valid TOML: {error}") from error
-    return TaskFolder(path, text, table, parse_table(table, origin), parse_provenance(table, origin))
+    return TaskFolder(path, table, parse_table(table, origin), parse_provenance(table, origin))
 
 
 def _may_be_built(name: str) -> bool:
@@ -377,26 +346,3 @@ def write_files(folder: Path, files: Mapping[str, FolderFile]) -> None:
             case _:
                 path.write_bytes(file.content)
                 path.chmod(0o755 if file.kind is FileKind.EXECUTABLE else 0o644)
-
-
-def add_provenance(table: Table, values: Table) -> dict[str, TomlValue]:
-    """A copy of the table with values merged into `[metadata.m2forge]`."""
-    outer, inner = PROVENANCE
-    metadata = table.get(outer, {})
-    metadata = dict(metadata) if isinstance(metadata, dict) else {}
-    previous = metadata.get(inner, {})
-    metadata[inner] = (dict(previous) if isinstance(previous, dict) else {}) | dict(values)
-    return dict(table) | {outer: metadata}
-
-
-def new_folder(dest: Path, table: Table, files: Mapping[str, str | bytes], programs: Sequence[str] = ()) -> TaskFolder:
-    """Write a folder from a table and texts, and read it again, so that what is written can be used. `programs`: the
-    files that are executable besides scripts named test.sh and solve.sh."""
-    entries = {CONFIG_NAME: FolderFile(tomli_w.dumps(dict(table)).encode())}
-    for name, content in files.items():
-        is_program = name in programs or name.rpartition("/")[2] in (TEST_NAME, SOLVE_NAME)
-        data = content.encode() if isinstance(content, str) else content
-        entries[name] = FolderFile(data, FileKind.EXECUTABLE if is_program else FileKind.FILE)
-    _build(dest, tomli_w.dumps(dict(table)), str(dest / CONFIG_NAME))
-    write_folder(dest, entries)
-    return read_folder(dest)

@@ -58,7 +58,6 @@ from m2forge.tasks.folders.artifact import (
     check_layer,
     evidence_of,
     own_layer,
-    workspace_layer,
 )
 from m2forge.tasks.folders.environment import FolderEnvironment, resolved
 from m2forge.tasks.folders.folder import TEST_NAME, TaskFolder
@@ -154,16 +153,6 @@ async def _download_layer(environment: FolderEnvironment, sandbox: Sandbox, step
         shutil.rmtree(received, ignore_errors=True)
     own_layer(dest, environment.config.user)
     return dest
-
-
-async def verify_workspace(environment: FolderEnvironment, workspace: Path, step: Step | None = None) -> Verdict:
-    """Verify a workspace that was copied to this machine. Artifacts outside of it are missing."""
-    async with _scratch() as scratch:
-        config = environment.config
-        layer = await asyncio.to_thread(
-            workspace_layer, workspace, config.workspace, config.user, scratch / "workspace"
-        )
-        return await verify_layers(environment, [layer], step)
 
 
 async def verify_layers(environment: FolderEnvironment, layers: Sequence[Path], step: Step | None = None) -> Verdict:

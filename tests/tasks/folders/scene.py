@@ -3,10 +3,32 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+import tomli_w
+
 from m2forge.config import TomlValue
-from m2forge.tasks.folders.folder import TaskFolder, new_folder
+from m2forge.tasks.folders.folder import (
+    CONFIG_NAME,
+    SOLVE_NAME,
+    TEST_NAME,
+    FileKind,
+    FolderFile,
+    TaskFolder,
+    read_folder,
+    write_folder,
+)
 
 IMAGE = f"python:3.12-slim@sha256:{'0' * 64}"
+
+
+def new_folder(dest: Path, table: Mapping[str, TomlValue], files: Mapping[str, str | bytes]) -> TaskFolder:
+    """Write a folder from a table and texts, and read it again."""
+    entries = {CONFIG_NAME: FolderFile(tomli_w.dumps(dict(table)).encode())}
+    for name, content in files.items():
+        is_program = name.rpartition("/")[2] in (TEST_NAME, SOLVE_NAME)
+        data = content.encode() if isinstance(content, str) else content
+        entries[name] = FolderFile(data, FileKind.EXECUTABLE if is_program else FileKind.FILE)
+    write_folder(dest, entries)
+    return read_folder(dest)
 
 
 def table(**changes: TomlValue) -> dict[str, TomlValue]:

@@ -9,9 +9,8 @@ import pytest
 
 from m2forge.config import TomlValue
 from m2forge.errors import NotFoundError
-from m2forge.tasks.folders.folder import new_folder
 from m2forge.tasks.folders.lint import Rule, lint
-from tests.tasks.folders.scene import IMAGE, files, table, write, write_raw
+from tests.tasks.folders.scene import IMAGE, files, new_folder, table, write, write_raw
 
 FROM = f"FROM {IMAGE}\n"
 SEPARATE: dict[str, TomlValue] = {"environment_mode": "separate"}

@@ -14,9 +14,9 @@ from m2forge.sandbox.config import SandboxConfig
 from m2forge.sandbox.image import ImageStore
 from m2forge.sandbox.namespace import run_folder
 from m2forge.tasks.folders import task_image as module
-from m2forge.tasks.folders.folder import new_folder
 from m2forge.tasks.folders.task_image import Copy, NeedsRuntimeError, Run, TaskImage, read_dockerfile, task_image
 from tests.sandbox.places import require, use
+from tests.tasks.folders.scene import new_folder
 
 TEXT = """# syntax=docker/dockerfile:1
 ARG TAG=3.12

@@ -23,7 +23,7 @@ from m2forge.tasks.folders import artifact, verification
 from m2forge.tasks.folders.environment import prepare, resolved
 from m2forge.tasks.folders.folder import TaskFolder
 from m2forge.tasks.folders.trial import attempt
-from m2forge.tasks.folders.verification import read_report, read_rewards, verify_attempt, verify_workspace
+from m2forge.tasks.folders.verification import read_report, read_rewards, verify_attempt
 from tests.sandbox.places import require
 from tests.tasks.folders import machine_image, scene, written
 from tests.tasks.test_cheat import commit_solution
@@ -142,21 +142,6 @@ def test_too_many_artifacts_are_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     verdict = verdict_of(folder, f"{SOLVE}; head -c 1001 /dev/zero > large")
     assert verdict.perf == 0
     assert "declare what tests need" in str(verdict.evidence["problem"])
-
-
-def test_a_workspace_on_this_machine_is_verified(tmp_path: Path) -> None:
-    folder = scene.write(tmp_path / "task")
-    workspace = tmp_path / "workspace"
-    workspace.mkdir()
-    (workspace / "answer.txt").write_text("5\n")
-
-    async def act() -> tuple[Verdict, Verdict]:
-        environment = await prepare(folder, CONFIG, "host")
-        solved = await verify_workspace(environment, workspace)
-        (workspace / "answer.txt").unlink()
-        return solved, await verify_workspace(environment, workspace)
-
-    assert [verdict.perf for verdict in asyncio.run(act())] == [1, 0]
 
 
 def test_a_forked_sandbox_is_verified_whole(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ grow-program      two steps
 from pathlib import Path
 
 from m2forge.config import TomlValue
-from m2forge.tasks.folders.folder import TaskFolder, new_folder
+from m2forge.tasks.folders.folder import TaskFolder
+from tests.tasks.folders.scene import new_folder
 
 BASE = "python:3.12-slim"
 DOCKERFILE = f"""FROM {BASE}@sha256:78387bc3881b8273120a12ebe6c1ab22b018ccc2c9adf565ae1ac9b536e184ea
