@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from m2forge import __version__, tasks_command
+from m2forge import __version__, server_command, tasks_command
+from m2forge.command_option import add_dry_run, add_revision, add_set
 from m2forge.errors import ConfigError, M2ForgeError, NotFoundError, suggest
 
 if TYPE_CHECKING:
     from m2forge.pretrain.config import PretrainConfig
-    from m2forge.protocols import Engine
     from m2forge.rl.config import RLConfig
-    from m2forge.rollout.config import ServeConfig
     from m2forge.sft.config import SFTConfig
 
     RunConfigT = TypeVar("RunConfigT", PretrainConfig, SFTConfig, RLConfig)
@@ -32,7 +31,6 @@ COMPLETE = "__complete"
 """The hidden command that completion scripts ask for candidates."""
 STARTERS = {"rl": Path(__file__).parent / "starter" / "rl"}
 """The files that `m2forge init` writes."""
-ENGINES = ("native", "m2forge", "vllm", "sglang")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -267,32 +265,6 @@ def command_image(args: argparse.Namespace) -> None:
             print(f"removed {len(store.prune(BUILT, kept))} images that were built for task folders")
 
 
-def command_serve(args: argparse.Namespace) -> None:
-    from m2forge.config import build
-    from m2forge.inference.config import ModelServerConfig
-    from m2forge.key import refuse_key_variable
-
-    refuse_key_variable("M2FORGE_ADMIN_KEY", "--key-file")
-    server = {"host": args.host, "port": args.port}
-    options = {name: value for name, value in server.items() if value is not None}
-    config = build(ModelServerConfig, {"server": options}, args.set, origin="serve")
-    if args.dry_run:
-        from m2forge.dry_run import describe_server, print_dry_run
-
-        print_dry_run({"--set": config}, lambda: describe_server(args.model, args.revision, config))
-        return
-    key, key_lines = _find_key(args.key_file, "key")
-    from m2forge.inference.server import serve
-
-    serve(
-        args.model,
-        config,
-        key,
-        lambda url: print(f"serving {args.model} on {url}", *key_lines, sep="\n", flush=True),
-        args.revision,
-    )
-
-
 def command_chat(args: argparse.Namespace) -> None:
     from m2forge.config import build
     from m2forge.inference.config import LLMConfig, SamplingParams
@@ -313,55 +285,6 @@ def command_chat(args: argparse.Namespace) -> None:
         workspace=args.workspace,
         has_tools=args.tools,
         revision=args.revision,
-    )
-
-
-def command_gateway(args: argparse.Namespace) -> None:
-    from m2forge.config import build
-    from m2forge.gateway.config import GatewayConfig
-    from m2forge.key import read_key_file, refuse_key_variable
-    from m2forge.rollout.config import ServeConfig
-
-    refuse_key_variable("M2FORGE_GATEWAY_ADMIN_KEY", "--admin-key-file")
-    refuse_key_variable("M2FORGE_ENGINE_KEY", "--engine-key-file")
-    options = {"host": args.host, "port": args.port, "journal": args.journal}
-    config = build(GatewayConfig, {k: v for k, v in options.items() if v is not None}, args.set, origin="gateway")
-    if (args.engine == "native") != (args.url is None):
-        raise ConfigError(
-            f"--engine {args.engine}, --url {args.url}: a server needs --url, the native engine takes none"
-        )
-    if args.engine == "native" and args.engine_key_file is not None:
-        raise ConfigError(f"--engine-key-file {args.engine_key_file}: the native engine has no key; leave it out")
-    engine = build(ServeConfig, {}, args.engine_set, origin="engine")
-    if args.dry_run:
-        from m2forge.dry_run import describe_gateway, print_dry_run
-
-        configs = {"--set": config, "--engine-set": engine}
-        print_dry_run(
-            configs, lambda: describe_gateway(args.model, args.revision, config, engine, args.engine, args.url)
-        )
-        return
-    engine_key = None if args.engine_key_file is None else read_key_file(args.engine_key_file)
-    admin_key, key_lines = _find_key(args.admin_key_file, "admin key")
-    from m2forge.gateway.format import load_format
-    from m2forge.gateway.server import serve_gateway
-    from m2forge.model.config_file import read_config
-    from m2forge.model.hub import find_folder
-
-    # The folder may hold only the tokenizer if a server samples.
-    folder = find_folder(args.model, args.revision, "all" if args.engine == "native" else "tokenizer")
-    model = read_config(folder) if args.engine == "native" or (folder / "config.json").exists() else None
-    limits = [] if model is None else [model.max_context, engine.rollout.max_context or model.max_context]
-    if args.engine == "native":
-        limits.append(engine.rollout.num_blocks * engine.rollout.block_tokens)
-    serve_gateway(
-        load_format(folder, config),
-        config,
-        lambda: _make_engine(args.engine, folder, Path(args.model).absolute().name, args.url, engine, engine_key),
-        lambda url: print(f"gateway to {args.model} on {url}", *key_lines, sep="\n", flush=True),
-        admin_key=admin_key,
-        context=min(limits, default=None),
-        vocab_size=None if model is None else model.vocab_size,
     )
 
 
@@ -394,44 +317,11 @@ def _pinned(config: "RunConfigT", runs: Path) -> "RunConfigT":
     return pinned(config, runs / config.name / CONFIG_FILE)
 
 
-def _find_key(path: Path | None, name: str) -> tuple[str, list[str]]:
-    """The key from a file, or a random one; and the lines to print if the user does not know it yet."""
-    from m2forge.key import make_key, read_key_file
-
-    if path is not None:
-        return read_key_file(path), []
-    key = make_key()
-    return key, [f"{name}: {key}"]
-
-
-def _make_engine(kind: str, folder: Path, name: str, url: str, config: "ServeConfig", key: str | None) -> "Engine":
-    """`name`: of the weights, unless the config names them."""
-    from m2forge.records import PolicyVersion
-
-    version = PolicyVersion(config.lineage or name, config.step, config.branch)
-    if kind == "native":
-        from m2forge.rollout.engine import NativeEngine
-        from m2forge.rollout.server.app import make_core
-
-        return NativeEngine(make_core(folder, config, name))
-    if kind == "vllm":
-        from m2forge.rollout.backends.vllm import VLLMEngine
-
-        return VLLMEngine(url, version, api_key=key)
-    if kind == "sglang":
-        from m2forge.rollout.backends.sglang import SGLangEngine
-
-        return SGLangEngine(url, version, api_key=key)
-    from m2forge.rollout.backends.remote import RemoteEngine
-
-    return RemoteEngine(url, key=key)
-
-
 def _add_params(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a preset, a TOML file, a model folder or a hub id")
-    _add_revision(parser)
+    add_revision(parser)
     parser.add_argument("--layers", type=int, metavar="N", help="count a slice of N layers")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
+    add_set(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -442,36 +332,24 @@ def _add_presets(parser: argparse.ArgumentParser) -> None:
 def _add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="a Hugging Face folder, a GGUF file or a hub id")
     parser.add_argument("dest", type=Path, metavar="DEST", help="the folder to write; must not exist or be empty")
-    _add_revision(parser)
+    add_revision(parser)
     parser.add_argument("--dtype", choices=DTYPES, help="convert the weights (default: as they are stored)")
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", help="the model folder to read, or a hub id")
     parser.add_argument("dest", type=Path, metavar="DEST", help="the folder to write; must not exist or be empty")
-    _add_revision(parser)
+    add_revision(parser)
     parser.add_argument("--dtype", choices=DTYPES, help="convert the weights (default: as they are stored)")
     parser.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB", help="largest file (default: 5)")
-
-
-def _add_revision(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--revision", metavar="REV", help="branch, tag or commit of a hub model (default: its main branch)"
-    )
-
-
-def _add_dry_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved config and what would run; start and write nothing"
-    )
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", type=Path, nargs="+", metavar="CONFIG", help="TOML files; later ones override keys of earlier ones"
     )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
-    _add_dry_run(parser)
+    add_set(parser)
+    add_dry_run(parser)
 
 
 def _add_corpus(parser: argparse.ArgumentParser) -> None:
@@ -508,25 +386,11 @@ def _add_image(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_serve(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="the model folder, GGUF file or hub id to serve")
-    _add_revision(parser)
-    parser.add_argument(
-        "--host", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1, this machine only)"
-    )
-    parser.add_argument("--port", type=int, metavar="N", help="port to listen on (default: 8400; 0: any free port)")
-    parser.add_argument(
-        "--key-file", type=Path, metavar="FILE", help="file with the server's API key (default: generate and print one)"
-    )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
-    _add_dry_run(parser)
-
-
 def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help="a model folder, a GGUF file, a hub id, or a preset (random weights)"
     )
-    _add_revision(parser)
+    add_revision(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message (default: the chat format's)")
     parser.add_argument("--tools", action="store_true", help="offer a shell and files; each call is confirmed first")
     parser.add_argument(
@@ -539,38 +403,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="a sampling parameter, such as temperature=0.7, top_p=0.95, max_tokens=512 or seed=1",
     )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the engine")
-
-
-def _add_gateway(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="the model folder or hub id: tokenizer, chat format, weights")
-    _add_revision(parser)
-    parser.add_argument(
-        "--engine",
-        choices=ENGINES,
-        default="native",
-        help="the inference engine: this process, or a server (default: native)",
-    )
-    parser.add_argument("--url", metavar="URL", help="URL of that server")
-    parser.add_argument("--engine-key-file", type=Path, metavar="FILE", help="file with that server's API key")
-    parser.add_argument(
-        "--admin-key-file",
-        type=Path,
-        metavar="FILE",
-        help="file with the API key of the admin routes (default: generate and print one)",
-    )
-    parser.add_argument(
-        "--journal", metavar="DIR", help="folder of the episode journals, from which a restart recovers"
-    )
-    parser.add_argument(
-        "--host", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1, this machine only)"
-    )
-    parser.add_argument("--port", type=int, metavar="N", help="port to listen on (default: 8500; 0: any free port)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the gateway")
-    parser.add_argument(
-        "--engine-set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the engine"
-    )
-    _add_dry_run(parser)
+    add_set(parser, "override a key of the engine")
 
 
 def _add_page(parser: argparse.ArgumentParser) -> None:
@@ -619,9 +452,15 @@ COMMANDS = {
     "init": Command("write the files of a first run of your own", _add_init, command_init),
     "tasks": Command("check, lint, show and convert tasks", tasks_command.add_arguments, tasks_command.run),
     "image": Command("build, list or remove the images of sandboxes", _add_image, command_image),
-    "serve": Command("serve a model by HTTP: the vendors' APIs, and token ids", _add_serve, command_serve),
+    "serve": Command(
+        "serve a model by HTTP: the vendors' APIs, and token ids", server_command.add_serve, server_command.run_serve
+    ),
     "chat": Command("talk with a model in the terminal", _add_chat, command_chat),
-    "gateway": Command("serve agents: the vendors' APIs in, every token recorded", _add_gateway, command_gateway),
+    "gateway": Command(
+        "serve agents: the vendors' APIs in, every token recorded",
+        server_command.add_gateway,
+        server_command.run_gateway,
+    ),
     "page": Command("show a run, or a folder of runs, in the browser", _add_page, command_page),
     "atif": Command("write a run's attempts as ATIF trajectories, with token ids", _add_atif, command_atif),
     "completion": Command("print a completion script for a shell", _add_completion, command_completion),
