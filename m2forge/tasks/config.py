@@ -44,7 +44,6 @@ from m2forge.tasks.source import GYM_PREFIX, SourceKind, family_key, parse_sourc
 Count = Annotated[int, Field(gt=0)]
 Level = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-OnRaise = Literal["verifier_error", "wrong"]
 
 
 class PaceConfig(Config):
@@ -74,7 +73,7 @@ class FamilyConfig(Config):
     """The lowest and the highest level that the stage allows; None: all levels of the family."""
     start: Level | None = None
     """Initial lowest level if no earlier stage used the family; None: the lowest allowed level."""
-    on_raise: OnRaise = "verifier_error"
+    on_raise: Literal["verifier_error", "wrong"] = "verifier_error"
     """How to treat a reasoning-gym scorer that raises. verifier_error: as for every verifier (`tasks/runner.py`).
     wrong: the answer is wrong, for scorers that are known to raise at ordinary wrong answers."""
 

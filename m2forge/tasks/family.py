@@ -53,6 +53,20 @@ class UnavailableError(Exception):
     verdict and is retried."""
 
 
+class TimeLimitError(Exception):
+    """A command of a verifier that ran over its time limit: a verdict with the reason `limit`."""
+
+
+def as_verdict(value: object, where: str) -> Verdict:
+    """A verdict from what a function returned: a verdict, or a perf."""
+    if isinstance(value, Verdict):
+        return value
+    if isinstance(value, int | float):
+        return Verdict(float(value))
+    received = "nothing" if value is None else repr(value)[:100]
+    raise RecordError(f"{where}: expected a Verdict or a number from 0 to 1, received {received}; return Verdict(perf)")
+
+
 class Family(Protocol):
     """Derive a class from this to inherit what has a default: a family without tools and demonstrations."""
 

@@ -31,7 +31,6 @@ from typing import Literal, Protocol, TypeAlias, cast
 
 from m2forge.errors import ConfigError, DataError, NotFoundError, RecordError, suggest
 from m2forge.records import ROLLOUT_KEY, Domain, JsonValue, Submission, Task, Verdict
-from m2forge.tasks.config import OnRaise
 from m2forge.tasks.family import FAMILY_KEY, Family, UnavailableError, make_task, read_int, shown, task_random
 from m2forge.tasks.source import GYM_PREFIX, VERIFIERS_PREFIX
 from m2forge.text.message import Message
@@ -80,7 +79,7 @@ class GymFamily(Family):
     domain: Domain = Domain.REASONING
     credit: Literal["whole", "part"] = "whole"
     """Whether a score below 1 counts as 0 (whole) or as itself (part); the evidence holds the score either way."""
-    on_raise: OnRaise = "verifier_error"
+    on_raise: Literal["verifier_error", "wrong"] = "verifier_error"
     """How to treat a scorer that raises: by the rule of every verifier (`tasks/runner.py`), or as a wrong answer."""
     name: str = field(init=False)
     levels: range = field(init=False)

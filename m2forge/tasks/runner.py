@@ -39,12 +39,12 @@ from m2forge.sandbox.command_worker import ProcessWorker
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.sandbox.process import ProcessSandbox
 from m2forge.tasks.config import VerifyConfig
-from m2forge.tasks.family import family_key_of, family_name, shown
+from m2forge.tasks.family import TimeLimitError, family_key_of, family_name, shown
 from m2forge.tasks.folders.folder_family import FOLDER_KEY
 from m2forge.tasks.folders.folder_host import FolderHost
 from m2forge.tasks.llm_judge import KEY_VARIABLE, SETTINGS_VARIABLE
 from m2forge.tasks.source import located
-from m2forge.tasks.task_file import TimeLimitError, read_verifier, run_inside
+from m2forge.tasks.task_file import read_verifier, run_inside
 from m2forge.tasks.task_set import Distinct, FamilyInfo, Split
 from m2forge.tasks.time_limit import MAX_WAIT
 from m2forge.tasks.worker import MAX_REPLY_BYTES, RequestOutcome

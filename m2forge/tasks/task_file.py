@@ -45,7 +45,7 @@ from m2forge.protocols import Command, Outcome, OutcomeReason, Sandbox
 from m2forge.records import Domain, JsonValue, Submission, Task, Verdict
 from m2forge.tasks.answer import chosen_option, clear_path, last_number, output_score, plain
 from m2forge.tasks.config import VerifyConfig
-from m2forge.tasks.family import FAMILY_KEY, SPLIT_KEY, Family, shown
+from m2forge.tasks.family import FAMILY_KEY, SPLIT_KEY, Family, TimeLimitError, as_verdict, shown
 from m2forge.tasks.llm_judge import judge, longest_s, require_judge, worker_settings
 from m2forge.tasks.source import located
 from m2forge.tasks.task_set import split_by_hash
@@ -64,10 +64,6 @@ INHERITED = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
 """Environment variables that a command inherits: no key of the judge reaches what the policy wrote."""
 ALPHABET = tuple("ABCDEFGH")
 MAX_LINE = 16 << 20
-
-
-class TimeLimitError(Exception):
-    """A command that ran over its time limit: a verdict with the reason `limit`."""
 
 
 class VerifierConfig(Config):
@@ -330,16 +326,6 @@ def require_usable(spec: VerifierConfig, folder: Path) -> None:
         _function(spec, folder)
     if spec.judge is not None:
         require_judge()
-
-
-def as_verdict(value: object, where: str) -> Verdict:
-    """A verdict from what a function returned: a verdict, or a perf."""
-    if isinstance(value, Verdict):
-        return value
-    if isinstance(value, int | float):
-        return Verdict(float(value))
-    received = "nothing" if value is None else repr(value)[:100]
-    raise RecordError(f"{where}: expected a Verdict or a number from 0 to 1, received {received}; return Verdict(perf)")
 
 
 def _function(spec: VerifierConfig, folder: Path) -> Callable[[Task, Submission], object]:

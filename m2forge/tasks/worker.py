@@ -39,9 +39,8 @@ from typing import NoReturn, cast
 from m2forge.errors import M2ForgeError, RecordError
 from m2forge.records import JsonValue, Submission, Task, Verdict
 from m2forge.tasks.catalog import find_family
-from m2forge.tasks.family import Family, Preparing, UnavailableError, portable
+from m2forge.tasks.family import Family, Preparing, TimeLimitError, UnavailableError, as_verdict, portable
 from m2forge.tasks.library_family import GymFamily
-from m2forge.tasks.task_file import TimeLimitError, as_verdict
 from m2forge.tasks.task_set import Split, TaskSet, describe
 from m2forge.tasks.time_limit import MAX_WAIT, Use
 from m2forge.tasks.user_code import call_reward, find_reward

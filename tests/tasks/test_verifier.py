@@ -10,7 +10,8 @@ from m2forge.errors import M2ForgeError, RecordError
 from m2forge.protocols import Command, Sandbox
 from m2forge.records import Domain, JsonValue, Submission, Task, Verdict
 from m2forge.sandbox.config import SandboxConfig
-from m2forge.tasks.task_file import TimeLimitError, read_verifier, run_inside, verify
+from m2forge.tasks.family import TimeLimitError
+from m2forge.tasks.task_file import read_verifier, run_inside, verify
 from m2forge.tasks.user_code import call_reward
 from tests.sandbox.places import problem as missing
 from tests.sandbox.places import require, use
