@@ -22,10 +22,10 @@ MAX_S = 600
 LONG = os.environ.get("M2FORGE_LONG") == "1"
 FAST = os.environ.get("M2FORGE_FAST") == "1"
 
-settings.register_profile("default", max_examples=10, derandomize=True, deadline=None, database=None)
-settings.register_profile(
-    "long", max_examples=1000, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
-)
+# How fast a busy machine draws cases says nothing.
+ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("default", ANY_SPEED, max_examples=10, derandomize=True, database=None)
+settings.register_profile("long", ANY_SPEED, max_examples=1000, print_blob=True)
 settings.register_profile("fast", settings.get_profile("default"), max_examples=5)
 settings.load_profile("long" if LONG else "fast" if FAST else "default")
 
@@ -48,7 +48,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[XSpec]) -> None:
         return  # workers that run a part of the tests import less
     folder = Path(tempfile.mkdtemp(prefix="m2forge-workers-"))
     config.add_cleanup(lambda: shutil.rmtree(folder))
-    config.add_cleanup(worker_server.start(folder / "socket", config.getini("filterwarnings")))
+    config.add_cleanup(worker_server.start(folder / "socket"))
     for spec in specs:
         spec.python = worker_server.client_command(folder / "socket")
 

@@ -1,15 +1,14 @@
-"""Workers of pytest-xdist, forked from one process that has imported what the test files import.
+"""Workers of pytest-xdist, forked from one process that has collected all tests: it imports them in 20 s of CPU.
 
-    python -m tests.worker_server LISTENER FILTER…  imports, then forks a worker for every client, until its parent ends
-    python tests/worker_server.py ADDRESS           a client: execnet starts it as a worker's Python
+    python -m tests.worker_server LISTENER    collects, then forks a worker for every client, until its parent ends
+    python tests/worker_server.py ADDRESS     a client: execnet starts it as a worker's Python
 
 The client hands its standard streams to the worker, over which execnet talks to it, and lives as long as the worker.
-The server starts no thread and computes nothing, so that a worker begins without threads and locks of another process.
+A worker collects again, but finds every module imported. The server runs no test and starts no thread (but one of
+pyarrow's allocator, which allows it), so that a worker begins without locks of another process.
 """
 
 import array
-import ast
-import builtins
 import contextlib
 import gc
 import os
@@ -19,23 +18,23 @@ import socket
 import subprocess
 import sys
 import types
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-TESTS = Path(__file__).parent
 STREAMS = (0, 1, 2)
 BOOTSTRAP = "import sys; exec(eval(sys.stdin.readline()))"
 """What execnet gives a Python to run."""
+PARALLEL = "TOKENIZERS_PARALLELISM"
+"""The variable that keeps tokenizers from starting threads."""
 
 
-def start(address: Path, filters: Sequence[str]) -> Callable[[], None]:
-    """Start a server and return what ends it. `filters`: pytest's filters of warnings."""
+def start(address: Path) -> Callable[[], None]:
+    """Start a server and return what ends it."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(address))
-        listener.listen()  # clients that connect while the server imports wait
-        command = [sys.executable, "-m", "tests.worker_server", str(listener.fileno()), *filters]
-        server = subprocess.Popen(command, cwd=TESTS.parent, stdin=subprocess.PIPE, pass_fds=(listener.fileno(),))
+        listener.listen()  # clients that connect while the server collects wait
+        command = [sys.executable, "-m", "tests.worker_server", str(listener.fileno())]
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(listener.fileno(),))
 
     def end() -> None:
         server.communicate()
@@ -48,26 +47,18 @@ def client_command(address: Path) -> str:
     return f"{sys.executable} -I -S {__file__} {address}"
 
 
-def import_modules(filters: Sequence[str]) -> None:
-    """Run the imports of all test files, those of one another left out: pytest rewrites their assertions. One that
-    fails is reported when pytest collects its file."""
-    gc.disable()
-    with warnings.catch_warnings():
-        for action, message, category in ((*each.split(":"), "", "")[:3] for each in filters):
-            warnings.filterwarnings(action, message, getattr(builtins, category or "Warning"))  # type: ignore[arg-type]
-        for statement in _imports():
-            with contextlib.suppress(Exception):
-                exec(compile(ast.Module([statement], []), __file__, "exec"), {})
+def collect() -> None:
+    """What fails here fails again, and is reported, when a worker collects."""
+    import pytest
+
+    before = os.environ.get(PARALLEL)
+    os.environ[PARALLEL] = "false"
+    with Path(os.devnull).open("w") as silent, contextlib.redirect_stdout(silent):
+        pytest.main(["--collect-only", "-qqq", "-p", "no:cacheprovider"])
+    os.environ.pop(PARALLEL)
+    if before is not None:
+        os.environ[PARALLEL] = before
     gc.freeze()
-    gc.enable()
-
-
-def _imports() -> Iterator[ast.stmt]:
-    for path in sorted(TESTS.rglob("test_*.py")):
-        for statement in ast.parse(path.read_bytes()).body:
-            is_test = isinstance(statement, ast.ImportFrom) and ".test_" in f"{statement.module}"
-            if isinstance(statement, ast.Import | ast.ImportFrom) and not is_test:
-                yield statement
 
 
 def serve(descriptor: int) -> None:
@@ -112,7 +103,7 @@ def be_client(address: str) -> None:
 if __name__ == "__main__" and sys.flags.isolated:
     be_client(sys.argv[1])
 elif __name__ == "__main__":
-    import_modules(sys.argv[2:])
+    collect()
     serve(int(sys.argv[1]))
     # As in a process that execnet has started: one that this process spawns imports nothing for its main module.
     main = sys.modules["__main__"] = types.ModuleType("__main__")

@@ -18,6 +18,6 @@ def chromium() -> Iterator[Browser]:
     with sync_playwright() as started:
         if found is None and not Path(started.chromium.executable_path).exists():
             pytest.skip("no Chromium on the PATH and none of Playwright's; run dev/chromium.sh")
-        browser = started.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        browser = started.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
         yield browser
         browser.close()
