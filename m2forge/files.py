@@ -12,12 +12,14 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from m2forge.errors import ExistsError
 
 _BLOCK = 1 << 16
+_NUM_SYNCED = 16
 
 
 def write_atomic(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
@@ -51,8 +53,9 @@ def staged_folder(dest: Path) -> Iterator[Path]:
     try:
         yield partial
         _refuse_occupied(dest)
-        for path in [*partial.rglob("*"), partial]:
-            sync_path(path)
+        # At once, because a file system's journal writes what many threads wait for together.
+        with ThreadPoolExecutor(_NUM_SYNCED) as pool:
+            list(pool.map(sync_path, [*partial.rglob("*"), partial]))
         partial.replace(dest)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

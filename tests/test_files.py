@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from m2forge import files
 from m2forge.errors import ExistsError
 from m2forge.files import append_line, open_lines, staged_folder, whole_lines, write_atomic, write_line
 
@@ -42,6 +43,31 @@ def test_staged_folder_appears_on_success_only(tmp_path: Path) -> None:
         assert not dest.exists()
     assert (dest / "sub" / "weights").read_bytes() == b"w"
     assert [entry.name for entry in dest.parent.iterdir()] == ["model"]
+
+
+def test_a_staged_folder_is_synced_before_it_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = set[str]()
+
+    def sync(path: Path) -> None:
+        assert path == tmp_path or not (tmp_path / "model").exists()
+        synced.add(path.name)
+
+    monkeypatch.setattr(files, "sync_path", sync)
+    with staged_folder(tmp_path / "model") as folder:
+        (folder / "inner").mkdir()
+        for number in range(40):
+            (folder / "inner" / str(number)).write_text("")
+    assert synced == {*map(str, range(40)), "inner", folder.name, tmp_path.name}
+
+
+def test_a_folder_that_cannot_be_synced_does_not_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sync(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "sync_path", sync)
+    with pytest.raises(OSError, match="No space"), staged_folder(tmp_path / "model") as folder:
+        (folder / "weights").write_text("")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_staged_folder_is_removed_on_failure(tmp_path: Path) -> None:
