@@ -161,26 +161,29 @@ class EvalConfig(Config):
 
 
 class MeshConfig(Config):
-    """How the ranks, replicate × shard of them, share the work. torchrun starts them, in `m2forge rl` the loop. Each
-    trains some of a step's packs; together they take the step that one process would."""
+    """How the ranks, replicate × shard × context of them, share the work. torchrun starts them, in `m2forge rl` the loop.
+    Each trains some of a step's packs, or a part of each; together they take the step that one process would."""
 
     replicate: Count | Literal["auto"] = 1
-    """Number of copies of the model (data parallelism). auto: one copy for every `shard` ranks."""
+    """Number of copies of the model (data parallelism). auto: one copy for every `shard` × `context` ranks."""
     shard: Count | Literal["auto"] = 1
     """Number of ranks that hold one copy together, a shard each (FSDP2). Above 1, or auto (all ranks that `replicate`
     leaves), blocks are not compiled and no phase may add modules."""
 
+    context: Count = 1
+    """Number of ranks that train a pack together, a run of its tokens each (context parallelism). It divides the query
+    heads, and the key/value heads or is a multiple of them. These ranks hold a shard each too."""
     expert: Count = 1
     """Number of ranks that hold one copy of the experts together, whole ones each (expert parallelism). They are ranks
-    of `shard`, which it divides: shard / expert ranks then hold a shard each of the same experts."""
+    of shard × context, which it divides: the others hold shards of the same experts."""
 
     @property
     def is_single(self) -> bool:
-        return self.replicate == self.shard == self.expert == 1
+        return self.replicate == self.shard == self.context == self.expert == 1
 
     @property
     def is_sharded(self) -> bool:
-        return self.shard != 1
+        return self.shard != 1 or self.context != 1
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -190,10 +193,12 @@ class MeshConfig(Config):
 
     def of_ranks(self, num_ranks: int) -> Self:
         """The mesh of this number of ranks, without auto."""
-        sizes = {name: size for name in ("replicate", "shard") if (size := getattr(self, name)) != "auto"}
+        names = ("replicate", "shard", "context")
+        sizes = {name: size for name in names if (size := getattr(self, name)) != "auto"}
         taken = math.prod(sizes.values())
-        if num_ranks % taken or (len(sizes) == 2 and taken != num_ranks):
-            written = " × ".join(f"{name} {size}" for name, size in sizes.items())
+        if num_ranks % taken or (len(sizes) == len(names) and taken != num_ranks):
+            shown = {name: size for name, size in sizes.items() if name != "context" or size > 1}
+            written = " × ".join(f"{name} {size}" for name, size in shown.items())
             raise ConfigError(
                 f"train.machine.mesh: {written} is a mesh of {taken} ranks, and {num_ranks} were started; start "
                 f'torchrun with --nproc-per-node {taken}, or set replicate or shard to "auto"'
@@ -201,14 +206,15 @@ class MeshConfig(Config):
         rest = num_ranks // taken
         mesh = self.model_copy(update={name: sizes.get(name, rest) for name in ("replicate", "shard")})
         if mesh.shape[1] % self.expert:
+            whole = f"shard {mesh.shard}" + (f" × context {mesh.context}" if mesh.context > 1 else "")
             raise ConfigError(
                 f"train.machine.mesh: the ranks that divide the experts are ranks of shard, and expert {self.expert} "
-                f"does not divide shard {mesh.shard}; set shard to a multiple of it"
+                f"does not divide {whole}; set shard to a multiple of it"
             )
         return mesh
 
     def refuse_misfit(self, network: ModelConfig) -> None:
-        """Raise if the experts of a network cannot be divided."""
+        """Raise if the experts or heads of a network cannot be divided."""
         num_experts = 0 if network.moe is None else network.moe.num_experts
         if self.expert > 1 and (not num_experts or num_experts % self.expert):
             remedy = "use a divisor of it" if num_experts else "leave it out"
@@ -216,13 +222,20 @@ class MeshConfig(Config):
                 f"train.machine.mesh: expert {self.expert} does not divide the {num_experts} experts of this network; "
                 f"{remedy}"
             )
+        num_heads, num_kv_heads = network.attention.num_heads, network.attention.num_kv_heads
+        if num_heads % self.context or (num_kv_heads % self.context and self.context % num_kv_heads):
+            raise ConfigError(
+                f"train.machine.mesh: context {self.context} does not divide the {num_heads} query heads and "
+                f"{num_kv_heads} key/value heads of this network; use a divisor of the query heads that divides the "
+                "key/value heads or is a multiple of them"
+            )
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(replicate, shard) of a mesh without auto."""
+        """(copies of the model, ranks that shard one) of a mesh without auto."""
         assert self.replicate != "auto"
         assert self.shard != "auto"
-        return self.replicate, self.shard
+        return self.replicate, self.shard * self.context
 
 
 class WalkConfig(Config):
@@ -266,6 +279,8 @@ class MachineConfig(Config):
     def _check(self) -> Self:
         if self.mesh.is_sharded and self.compile_blocks == "always":
             raise ValueError('mesh.shard runs blocks uncompiled; set compile_blocks to "auto" or "never"')
+        if self.mesh.context > 1 and self.recompute == "walk":
+            raise ValueError('mesh.context: ranks that share a pack do not walk; set recompute to "block" or "none"')
         if self.walk is not None and self.recompute != "walk":
             raise ValueError(f'walk: recompute is "{self.recompute}"; set recompute = "walk" or leave [walk] out')
         return self

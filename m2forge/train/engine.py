@@ -67,6 +67,7 @@ from m2forge.train.batch import (
     replayable,
 )
 from m2forge.train.config import MTPLoss, OptimizerConfig, PolicyConfig, RouterBias, WalkConfig
+from m2forge.train.context_parallel import ContextGroup
 from m2forge.train.loss.next_token import draft_agreement, next_token_loss
 from m2forge.train.loss.policy import policy_loss
 from m2forge.train.optimizer import Norms, Optimizer
@@ -155,9 +156,12 @@ class TrainEngine:
         offload: Literal["none", "host"] = "none",
         router_bias: RouterBias = "frozen",
         walk: WalkConfig | None = None,
+        context: ContextGroup | None = None,
     ) -> None:
-        """`walk`: run packs segment by segment."""
+        """`walk`: run packs segment by segment. `context`: the ranks that pass the same packs or trees to a step, and
+        train a part of each."""
         self.model, self.ranks, self.router_bias, self.walk = model, ranks, router_bias, walk
+        self.context = context
         self.optimizer = Optimizer(model, config, ranks, offload)
         self.tag_names = tuple(tag_names)
         """Names that `Pack.tags` index into, for metrics."""
@@ -260,9 +264,13 @@ class TrainEngine:
     def _row_batches(self, pack: Pack | None, pack_tokens: int | None) -> MicroBatches[Batch]:
         walk, length = self.walk, pack_tokens if self.pads else None
         if walk is None or pack is None:
-            return WholePack(partial(self._row_batch, pack, length), self._run_rows)
+            return WholePack(partial(self._row_part, pack, length), self._run_rows)
         length = None if length is None else min(length, walk.segment_tokens)
         return Walk(RowSegments(pack, self.device, walk.segment_tokens, length), self._run_rows, walk)
+
+    def _row_part(self, pack: Pack | None, length: int | None) -> Batch:
+        batch = self._row_batch(pack, length)
+        return batch if self.context is None or pack is None else self.context.split(batch, blank_batch(self.device))
 
     def _run_rows(self, batch: Batch) -> Output:
         output: Output = self.model(batch.tokens_N, batch.plan)
@@ -300,6 +308,8 @@ class TrainEngine:
             output = self._run_trees(batch)
             found = policy_loss(self.model, output, batch, self.policy)
             sums.add(batch, found)
+            if self.context is not None:
+                sums.logp[-1] = self.context.join_edges(sums.logp[-1], batch.plan)
             self._backward(found.total, output, batch.plan, totals)
             return output.load_LE
 
@@ -334,14 +344,15 @@ class TrainEngine:
         return TreeWalk(TreeSegments(pack, make, self.walk.segment_tokens), self._run_trees, self.walk)
 
     def _tree_batch(self, pack: FlatTree | None, total_weight: float) -> TreeBatch:
+        blank = blank_tree_batch(self.device, self._precision)
         if pack is None:
-            return blank_tree_batch(self.device, self._precision)
+            return blank
         bucket, most = self.policy.bucket_tokens, self.policy.pack_tokens
         if self.walk is not None:
             most = min(most, self.walk.segment_tokens)
             # Many segments are short branches, which a whole bucket of padding would multiply.
             bucket = min(bucket, max(SHORT_SEGMENT, 1 << (pack.num_tokens - 1).bit_length()))
-        return make_tree_batch(
+        batch = make_tree_batch(
             pack,
             self.device,
             self.policy,
@@ -349,6 +360,7 @@ class TrainEngine:
             dtype=self._precision,
             length=bucket_length(pack.num_tokens, bucket, most) if self.pads else None,
         )
+        return batch if self.context is None else self.context.split(batch, blank)
 
     def _run_trees(self, batch: TreeBatch) -> Output:
         output: Output = self.model(
@@ -363,9 +375,10 @@ class TrainEngine:
     # -- what both share ----------------------------------------------------------------------------------------------
 
     def _totals(self, *values: float) -> list[float]:
-        """Each value summed over the ranks."""
-        totals: list[float] = self.ranks.sum(torch.tensor(values, dtype=torch.float64)).tolist()
-        return totals
+        """Each value summed over the ranks; of ranks that share their packs, over one."""
+        totals = self.ranks.sum(torch.tensor(values, dtype=torch.float64))
+        once: list[float] = (totals / (1 if self.context is None else self.context.size)).tolist()
+        return once
 
     def _begin(self, packs: Sequence[_PackT]) -> list[_PackT | None]:
         """Discard old gradients; returns the micro-batches of the step. A rank with fewer packs than another runs blank

@@ -11,9 +11,7 @@ All ranks of the group call the operator together, with any number of tokens eac
 Shapes: N tokens here, R ranks of the group, T = rows sent, K experts per token, E experts of one rank.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from m2forge.kernels.arithmetic import raised
 from m2forge.kernels.expert import Dispatch, dispatch_some, expert_ffn
+from m2forge.train.exchange import make_route
 
 
 @dataclass(frozen=True)
@@ -43,49 +42,9 @@ class ParallelExpertFFN:
         is_there_TK = rank_NK[token_T] == rank_T[:, None]
         expert_TK = torch.where(is_there_TK, expert_NK[token_T] % num_experts, -1)
         weight_TK = torch.where(is_there_TK, weight_NK[token_T], 0.0)
-        to = self._route(sends_RN.sum(1))
+        to = make_route(self.group, sends_RN.sum(1))
         x, weight_K = to.send(x_ND[token_T]), to.send(weight_TK)
         out = expert_ffn(x, w13_EGD, w2_EDF, weight_K, dispatch_some(to.send(expert_TK), num_experts))
         out_TD = to.back().send(out)
         total_ND = torch.zeros_like(raised(x_ND)).index_add(0, token_T, raised(out_TD))
         return total_ND.to(x_ND.dtype)
-
-    def _route(self, num_sent_R: Tensor) -> "_Route":
-        num_received_R = torch.empty_like(num_sent_R)
-        dist.all_to_all_single(num_received_R, num_sent_R, group=self.group)
-        sent, received = torch.stack((num_sent_R, num_received_R)).tolist()
-        return _Route(self.group, sent, received)
-
-
-@dataclass(frozen=True)
-class _Route:
-    """How many rows this rank sends to each rank of the group, and receives from it."""
-
-    group: dist.ProcessGroup
-    num_sent_R: Sequence[int]
-    num_received_R: Sequence[int]
-
-    def send(self, rows: Tensor) -> Tensor:
-        """Send `rows`, sorted by rank; returns those received, sorted by rank."""
-        sent: Tensor = _Exchange.apply(rows, self)  # type: ignore[no-untyped-call]
-        return sent
-
-    def back(self) -> "_Route":
-        return _Route(self.group, self.num_received_R, self.num_sent_R)
-
-    def exchange(self, rows: Tensor) -> Tensor:
-        received = rows.new_empty(sum(self.num_received_R), *rows.shape[1:])
-        splits = (list(self.num_received_R), list(self.num_sent_R))
-        dist.all_to_all_single(received, rows.contiguous(), *splits, group=self.group)
-        return received
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, route: _Route) -> Tensor:
-        ctx.route = route
-        return route.exchange(rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.route.back().exchange(grad), None

@@ -64,7 +64,7 @@ from m2forge.train.config import Curve, PhaseConfig, TrainConfig
 from m2forge.train.engine import PendingMetrics, TrainEngine
 from m2forge.train.evaluation import Evaluation, selection_loss
 from m2forge.train.machine import choose_devices, choose_dtype, machine_settings, peak_flops, set_up_model, spread
-from m2forge.train.parallel import SINGLE_RANK, Ranks, unsharded_model
+from m2forge.train.parallel import SINGLE_RANK, ProcessRanks, Ranks, context_group, unsharded_model
 from m2forge.train.position import CHECKPOINT_FOLDER, MODEL_FOLDER, Best, Position, read_position
 from m2forge.train.run_dir import hold_run
 from m2forge.tree.token_tree import TokenTree
@@ -228,6 +228,7 @@ class TrainLoop:
             _log.info("resuming from %s", newest)
             self._forget_missing_best()
         spread(model, config.machine, ranks, f"{run_dir}: {self.position}")
+        self._num_sharing = config.machine.mesh.context
         self.engine = TrainEngine(
             model,
             config.optimizer,
@@ -235,6 +236,7 @@ class TrainLoop:
             offload=config.machine.offload,
             router_bias=config.router_bias,
             walk=config.machine.walk_config,
+            context=context_group(config.machine.mesh, ranks) if isinstance(ranks, ProcessRanks) else None,
         )
         if newest is not None:
             restore(self.engine, newest)
@@ -270,7 +272,7 @@ class TrainLoop:
         self.engine.tag_names = source.domains
         # With the main model frozen most of the backward pass is skipped, so the usual FLOP count does not apply.
         cost = None if phase.trains == "mtp" else TokenCost(self.engine.model.config, phase.context)
-        num_idle = self.ranks.num_ranks - phase.packs_per_step
+        num_idle = self.ranks.num_ranks - phase.packs_per_step * self._num_sharing
         if num_idle > 0 and self.ranks.rank == 0:
             _log.warning(
                 "phase %s: %d of %d ranks have nothing to do; raise its packs_per_step (%d)",
@@ -326,7 +328,7 @@ class TrainLoop:
         done = self.position.step_in_phase
         lr, mtp_weight = lr_at(phase, done), mtp_weight_at(phase, done)
         metrics = self.engine.step_rows(
-            packs[self.ranks.rank :: self.ranks.num_ranks],
+            packs[self.ranks.rank // self._num_sharing :: self.ranks.num_ranks // self._num_sharing],
             lr=lr,
             pack_tokens=phase.pack_tokens,
             mtp_weight=mtp_weight,

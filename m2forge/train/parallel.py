@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
+    from m2forge.train.context_parallel import ContextGroup
+
 TIMEOUT_S = 6 * 3600.0
 """Timeout of a collective. Other ranks wait while rank 0 encodes data and writes checkpoints; if a process dies, the
 launcher ends the others."""
@@ -247,6 +249,19 @@ def _divide_experts(layer: MixtureFFN, mesh: "DeviceMesh", device: torch.device)
             mine = distribute_tensor(weight.data.to(device), mesh, [Shard(0)], src_data_rank=None)
             setattr(layer.get_submodule(path), last, nn.Parameter(mine, requires_grad=weight.requires_grad))
     layer.expert_ffn = ParallelExpertFFN(mesh.get_group())
+
+
+def context_group(mesh_config: MeshConfig, ranks: ProcessRanks) -> "ContextGroup | None":
+    """The neighbours that share their packs with this rank; None: it has its own."""
+    if mesh_config.context == 1:
+        return None
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from m2forge.train.context_parallel import ContextGroup
+
+    sizes = (ranks.num_ranks // mesh_config.context, mesh_config.context)
+    mesh = init_device_mesh(ranks.device.type, sizes, mesh_dim_names=("packs", "context"))
+    return ContextGroup(mesh["context"].get_group())
 
 
 def sharded_modules(model: nn.Module) -> "list[FSDPModule]":

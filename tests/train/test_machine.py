@@ -56,6 +56,8 @@ def test_measuring_the_machine_takes_seconds_at_most(dtype: torch.dtype) -> None
     [
         ({"shard": "auto", "expert": 4}, 6, "expert 4 does not divide shard 6; set shard to a multiple of it"),
         ({"replicate": 2, "expert": 2}, 2, "expert 2 does not divide shard 1"),
+        ({"context": 2, "expert": 4}, 2, "expert 4 does not divide shard 1 × context 2"),
+        ({"replicate": "auto", "context": 3}, 4, "shard 1 × context 3 is a mesh of 3 ranks, and 4 were started"),
         ({"replicate": 2, "shard": 2}, 2, "replicate 2 × shard 2 is a mesh of 4 ranks, and 2 were started"),
         ({"replicate": "auto", "shard": 3}, 4, "shard 3 is a mesh of 3 ranks, and 4 were started"),
         ({}, 2, "replicate 1 × shard 1 is a mesh of 1 ranks, and 2 were started; start torchrun with --nproc"),
@@ -90,3 +92,20 @@ def test_experts_that_cannot_be_divided_are_refused(name: str, problem: str) -> 
     with pytest.raises(ConfigError, match=f"expert 3 does not divide {problem}"):
         MeshConfig(shard=3, expert=3).refuse_misfit(network)
     MeshConfig(shard=3).refuse_misfit(network)
+
+
+@pytest.mark.parametrize("context", [5, 3, 8])
+def test_heads_that_cannot_be_divided_are_refused(context: int) -> None:
+    problem = f"context {context} does not divide the 12 query heads and 2 key/value heads of this network"
+    with pytest.raises(ConfigError, match=problem):
+        MeshConfig(context=context).refuse_misfit(preset("m2-tiny"))
+
+
+@pytest.mark.parametrize("context", [1, 2, 4, 6, 12])
+def test_heads_are_divided_up_to_one_for_each_rank(context: int) -> None:
+    MeshConfig(context=context).refuse_misfit(preset("m2-tiny"))
+
+
+def test_ranks_that_share_a_pack_do_not_walk() -> None:
+    with pytest.raises(ConfigError, match='do not walk; set recompute to "block" or "none"'):
+        build(MachineConfig, {"mesh": {"context": 2}, "recompute": "walk"})

@@ -24,12 +24,14 @@ from m2forge.kernels.expert import Dispatch, ExpertFFN, dispatch
 from m2forge.model.build import build
 from m2forge.model.config import LoRAConfig
 from m2forge.model.lora import attach
+from m2forge.model.plan import Documents
 from m2forge.model.preset import preset
 from m2forge.model.transformer import MixtureFFN, Transformer
 from m2forge.records import Call, FinishReason, Pack
-from m2forge.train.batch import make_batch
+from m2forge.train.batch import BatchT, make_batch
 from m2forge.train.checkpoint import CheckpointStore, load_checkpoint_model, restore
 from m2forge.train.config import CheckpointConfig, MeshConfig, OptimizerConfig, PolicyConfig, WalkConfig
+from m2forge.train.context_parallel import ContextGroup
 from m2forge.train.engine import TrainEngine
 from m2forge.train.optimizer import Norms
 from m2forge.train.parallel import (
@@ -37,6 +39,7 @@ from m2forge.train.parallel import (
     ProcessRanks,
     Ranks,
     align,
+    context_group,
     local,
     process_ranks,
     refuse_difference,
@@ -55,6 +58,9 @@ Over = Literal["rows", "trees"]
 Bug = Literal["none", "mean", "mean of experts", "no gradient of weights", "no gradient of states", "wrong rank"]
 """mean: gradients are averaged over the ranks; of experts: those alone. no gradient: what travels back to the tokens of
 the experts' operator. wrong rank: tokens travel to the next rank."""
+ContextBug = Literal["none", "own tokens alone", "own parents alone", "counted twice", "next positions"]
+"""Of ranks that share a pack. own: the attention, or the MTP modules, of a rank ignore the tokens of others. counted
+twice: each rank's loss is divided by the sum of what all hold. next positions: they begin anew on each rank."""
 
 CPU = torch.device("cpu")
 LENGTHS = [[5, 4], [7], [2, 9]]
@@ -83,6 +89,7 @@ class Case:
     seed: int = 0
     """Above 0: of the shapes of rows and trees."""
     bug: Bug = "none"
+    context_bug: ContextBug = "none"
 
     @property
     def optimizer(self) -> OptimizerConfig:
@@ -96,6 +103,8 @@ LEARNT_BIAS = {"bias_update": "gradient", "aux_loss_weight": 0.1}
 ADAPTERS = LoRAConfig(rank=2, targets=("q_proj", "v_proj", r"w[123]"))
 WALK = WalkConfig(segment_tokens=6)
 DIVIDED = MeshConfig(shard="auto", expert=2)
+SHARED, SHARED_DIVIDED = MeshConfig(context=2), MeshConfig(shard=2, context=2, expert=4)
+SHARED_AND_SHARDED, SHARED_COPIES = MeshConfig(shard=2, context=2), MeshConfig(replicate="auto", context=2)
 DIVIDED_BY_FOUR, DIVIDED_COPIES = MeshConfig(shard=4, expert=4), MeshConfig(replicate=2, shard=2, expert=2)
 CASES = {
     "replicated": Case(REPLICATED, moe=BALANCED),
@@ -119,6 +128,13 @@ CASES = {
     "experts divided, walk over trees, adapters, offloaded": Case(
         DIVIDED, "trees", walk=WALK, lora=ADAPTERS, offload="host", seed=2
     ),
+    "packs shared, M2": Case(SHARED, preset="m2-tiny", moe=BALANCED, num_steps=1),
+    "packs shared, replayed, muon, recomputed": Case(
+        SHARED, "trees", kind="muon", recompute="block", moe=BALANCED, replay="recorded", seed=1
+    ),
+    "packs shared, experts divided, adapters, offloaded": Case(
+        MeshConfig(context=2, expert=2), lora=ADAPTERS, offload="host", moe=BALANCED, seed=2
+    ),
 }
 BOTH = MeshConfig(replicate=2, shard=2)
 CASES_OF_FOUR = {
@@ -128,6 +144,11 @@ CASES_OF_FOUR = {
     "experts divided and sharded, six, muon": Case(DIVIDED, kind="muon", moe=SIX),
     "experts divided and replicated, over trees": Case(DIVIDED_COPIES, "trees", replay="recorded", seed=3),
     "experts divided over all, walk, recomputed": Case(DIVIDED_BY_FOUR, walk=WALK, recompute="block", moe=BALANCED),
+    "packs shared by all, M2, over trees": Case(
+        MeshConfig(context=4, expert=2), "trees", preset="m2-tiny", num_steps=1
+    ),
+    "packs shared and sharded": Case(SHARED_AND_SHARDED, moe=BALANCED, seed=4),
+    "packs shared and replicated, over trees": Case(SHARED_COPIES, "trees", moe=BALANCED, num_steps=1),
 }
 if os.environ.get("M2FORGE_LONG") == "1":
     DRAWN: list[tuple[int, Over]] = [(seed, over) for seed in range(4, 9) for over in ("rows", "trees")]
@@ -137,6 +158,8 @@ if os.environ.get("M2FORGE_LONG") == "1":
             DIVIDED, "trees", preset="m2-tiny", walk=WALK, kind="muon", replay="recorded"
         ),
         **{f"experts divided, drawn {seed}, {over}": Case(DIVIDED, over, seed=seed) for seed, over in DRAWN},
+        **{f"packs shared, drawn {seed}, {over}": Case(SHARED, over, seed=seed) for seed, over in DRAWN},
+        "packs shared, learnt bias, frozen main model": Case(SHARED, moe=LEARNT_BIAS, frozen=True),
     }
     CASES_OF_FOUR |= {
         "experts divided and sharded, six, adapters": Case(DIVIDED, lora=ADAPTERS, moe={"num_experts": 6}),
@@ -145,12 +168,14 @@ if os.environ.get("M2FORGE_LONG") == "1":
         **{
             f"experts divided and {kind}, drawn {seed}, {over}": Case(mesh, over, seed=seed, moe=BALANCED)
             for seed, over in DRAWN
-            for kind, mesh in {"sharded": DIVIDED, "replicated": DIVIDED_COPIES}.items()
+            for kind, mesh in {"sharded": DIVIDED, "replicated": DIVIDED_COPIES, "shared": SHARED_DIVIDED}.items()
         },
     }
 PLANTED = {"replicated": Case(REPLICATED, bug="mean"), "sharded": Case(bug="mean")}
 EXPERT_BUGS: tuple[Bug, ...] = ("mean of experts", "no gradient of weights", "no gradient of states", "wrong rank")
 PLANTED_IN_EXPERTS = Case(DIVIDED, num_steps=1)
+CONTEXT_BUGS: tuple[ContextBug, ...] = ("own tokens alone", "own parents alone", "counted twice", "next positions")
+PLANTED_IN_CONTEXT = Case(SHARED, num_steps=1)
 LOW_PRECISION = Case(num_steps=1, moe=LEARNT_BIAS, dtype=torch.bfloat16)
 
 
@@ -200,9 +225,31 @@ def plant(bug: Bug, model: Transformer) -> None:
             unit.set_gradient_divide_factor(2.0)
 
 
-def packs_of(step: int, ranks: Ranks, seed: int = 0) -> list[Pack]:
+@dataclass(frozen=True)
+class WrongContext(ContextGroup):
+    """Splits packs with a mistake."""
+
+    bug: ContextBug = "none"
+
+    @property
+    def size(self) -> int:
+        return 1 if self.bug == "counted twice" else self.group.size()
+
+    def split(self, batch: BatchT, blank: BatchT) -> BatchT:
+        part = ContextGroup(self.group).split(batch, blank)
+        own = Documents([part.tokens_N.shape[0]], CPU)
+        name = {"own tokens alone": "bind", "own parents alone": "to_parent", "next positions": "position_N"}.get(
+            self.bug
+        )
+        if name is not None:
+            setattr(part.plan, name, getattr(own, name))
+        return part
+
+
+def packs_of(step: int, ranks: Ranks, seed: int = 0, sharing: int = 1) -> list[Pack]:
     lengths = LENGTHS if not seed else draw_lengths(100 * seed + step)
-    return share_of([draw_pack(10 * step + index, lengths) for index, lengths in enumerate(lengths)], step, ranks)
+    packs = [draw_pack(10 * step + index, lengths) for index, lengths in enumerate(lengths)]
+    return share_of(packs, step, ranks, sharing)
 
 
 def draw_lengths(seed: int) -> list[list[int]]:
@@ -210,16 +257,18 @@ def draw_lengths(seed: int) -> list[list[int]]:
     return [generator.integers(1, 12, generator.integers(1, 4)).tolist() for _ in range(3)]
 
 
-def trees_of(step: int, ranks: Ranks, seed: int = 0) -> list[TokenTree]:
-    return share_of([draw_tree(10 * step + index, seed) for index in range(3)], step, ranks)
+def trees_of(step: int, ranks: Ranks, seed: int = 0, sharing: int = 1) -> list[TokenTree]:
+    return share_of([draw_tree(10 * step + index, seed) for index in range(3)], step, ranks, sharing)
 
 
-def share_of(items: list[_T], step: int, ranks: Ranks) -> list[_T]:
-    """Three items: two for the first rank and one for the last; in every other step all for the first."""
-    if ranks.num_ranks == 1:
+def share_of(items: list[_T], step: int, ranks: Ranks, sharing: int) -> list[_T]:
+    """Three items: two for the first rank and one for the last; in every other step all for the first. `sharing`:
+    number of neighbours that have the same."""
+    last, index = ranks.num_ranks // sharing - 1, ranks.rank // sharing
+    if last == 0:
         return items
     num_first = 2 + step % 2
-    return {0: items[:num_first], ranks.num_ranks - 1: items[num_first:]}.get(ranks.rank, [])
+    return {0: items[:num_first], last: items[num_first:]}.get(index, [])
 
 
 def draw_tree(seed: int, shape_seed: int = 0) -> TokenTree:
@@ -280,6 +329,9 @@ def make_engine(case: Case, ranks: Ranks, model: Transformer | None = None) -> R
         if case.bug == "mean":
             ranks = MeanRanks(CPU)
     model.freeze_main(case.frozen)
+    context = context_group(case.mesh, ranks) if isinstance(ranks, ProcessRanks) else None
+    if context is not None and case.context_bug != "none":
+        context = WrongContext(context.group, case.context_bug)
     # So that three trees are more than one pack.
     policy = PolicyConfig(pack_tokens=40, replay=case.replay)
     return RecordingEngine(
@@ -290,6 +342,7 @@ def make_engine(case: Case, ranks: Ranks, model: Transformer | None = None) -> R
         offload=case.offload,
         router_bias="balanced" if case.over == "rows" else "frozen",
         walk=case.walk if isinstance(ranks, ProcessRanks) else None,
+        context=context,
     )
 
 
@@ -299,13 +352,16 @@ def run_case(case: Case, ranks: Ranks) -> dict[str, Any]:
 
 def train(engine: RecordingEngine, steps: Sequence[int], over: str = "rows", seed: int = 0) -> dict[str, Any]:
     """All that these steps leave behind; weights and state on rank 0."""
-    ranks = engine.ranks
-    metrics = [
-        engine.step_rows(packs_of(step, ranks, seed), lr=1e-2, mtp_weight=0.3).read()
-        if over == "rows"
-        else engine.step(trees_of(step, ranks, seed), lr=1e-2).read()
-        for step in steps
-    ]
+    ranks, sharing = engine.ranks, 1 if engine.context is None else engine.context.group.size()
+    metrics, logprobs = [], []
+    for step in steps:
+        if over == "rows":
+            packs = packs_of(step, ranks, seed, sharing)
+            metrics.append(engine.step_rows(packs, lr=1e-2, mtp_weight=0.3).read())
+        else:
+            report = engine.step(trees_of(step, ranks, seed, sharing), lr=1e-2)
+            metrics.append(report.read())
+            logprobs += [logp for _, logp in report.logprobs()]
     refuse_drift(engine.model, ranks)
     whole, (state, num_steps) = unsharded_model(engine.model, ranks), engine.optimizer.state()
     return {
@@ -313,6 +369,7 @@ def train(engine: RecordingEngine, steps: Sequence[int], over: str = "rows", see
             name: torch.tensor([values[name] for values in metrics], dtype=torch.float64) for name in metrics[0]
         },
         "loads": torch.stack(engine.loads),
+        "logprobs": logprobs,
         "weights": {} if whole is None else whole.state_dict(),
         "state": state,
         "num_steps": num_steps,
@@ -432,6 +489,7 @@ def misfit(ranks: ProcessRanks) -> str:
 def scenario(ranks: ProcessRanks, folder: Path) -> dict[str, Any]:
     cases = CASES | {f"planted in {name}": case for name, case in PLANTED.items()} | {"bfloat16": LOW_PRECISION}
     cases |= {bug: replace(PLANTED_IN_EXPERTS, bug=bug) for bug in EXPERT_BUGS}
+    cases |= {bug: replace(PLANTED_IN_CONTEXT, context_bug=bug) for bug in CONTEXT_BUGS}
     outcomes: dict[str, Any] = {name: run_case(case, ranks) for name, case in cases.items()}
     outcomes |= {"drift": drift(ranks), "misfit": misfit(ranks), "skip": skip(ranks), "rows": count_rows(ranks)}
     for name, mesh in MESHES.items():
@@ -440,6 +498,7 @@ def scenario(ranks: ProcessRanks, folder: Path) -> dict[str, Any]:
     return outcomes | {
         "resumed": resume(Case(), ranks, folder / "checkpoints", 1),
         "resumed, experts divided": resume(Case(DIVIDED), ranks, folder / "checkpoints", 2),
+        "resumed, packs shared": resume(Case(SHARED), ranks, folder / "checkpoints", 3),
     }
 
 
@@ -491,6 +550,10 @@ def compare(case: Case, outcomes: Sequence[Any]) -> None:
         biases = [name for name in weights if name.endswith("router.bias")]
         assert all(torch.equal(weights[name], expected["weights"][name]) for name in biases)
     assert distance(outcomes[0]["state"], expected["state"]) <= 1e-12
+    if case.mesh.context == len(outcomes):
+        for ours, theirs in zip(outcomes[0]["logprobs"], expected["logprobs"], strict=True):
+            # In float32.
+            np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -541,6 +604,12 @@ def test_a_mistake_of_divided_experts_would_be_noticed(outcomes: Any, bug: Bug) 
     assert distance(wrong["state"], expected["state"]) > 0.1
 
 
+@pytest.mark.parametrize("bug", CONTEXT_BUGS)
+def test_a_mistake_with_shared_packs_would_be_noticed(outcomes: Any, bug: ContextBug) -> None:
+    expected, wrong = run_case(PLANTED_IN_CONTEXT, SINGLE_RANK), outcomes[0][bug]
+    assert distance(wrong["state"], expected["state"]) > 0.1
+
+
 def test_a_token_travels_once_to_each_rank(outcomes: Any) -> None:
     rows = [outcome["rows"] for outcome in outcomes]
     for found in rows:
@@ -549,11 +618,12 @@ def test_a_token_travels_once_to_each_rank(outcomes: Any) -> None:
 
 
 def test_a_run_goes_on_with_another_mesh(outcomes: Any, folder: Path) -> None:
-    assert [outcome[name] for outcome in outcomes for name in ("resumed", "resumed, experts divided")] == [[]] * 4
+    names = ("resumed", "resumed, experts divided", "resumed, packs shared")
+    assert [outcome[name] for outcome in outcomes for name in names] == [[]] * 6
     expected = make_engine(Case(), SINGLE_RANK)
-    train(expected, [0, 1, 2])
-    engine = load_engine(Case(), SINGLE_RANK, folder / "checkpoints", 3)
-    ours, theirs = train(engine, [3]), train(expected, [3])
+    train(expected, [0, 1, 2, 3])
+    engine = load_engine(Case(), SINGLE_RANK, folder / "checkpoints", 4)
+    ours, theirs = train(engine, [4]), train(expected, [4])
     for key in ("metrics", "weights", "state"):
         assert distance(ours[key], theirs[key]) <= 1e-12
     assert ours["num_steps"] == theirs["num_steps"]
