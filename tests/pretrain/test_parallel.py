@@ -68,15 +68,25 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PretrainConfi
     return runs, config
 
 
-@pytest.mark.parametrize(("axis", "start_both"), [("replicate", forked), ("shard", under_torchrun)])
+@pytest.mark.parametrize(
+    ("name", "mesh", "start_both"),
+    [
+        ("replicate", MeshConfig(replicate=2), forked),
+        ("context", MeshConfig(context=2, expert=2), under_torchrun),
+    ],
+)
 def test_two_processes_train_what_one_would(
-    axis: str, start_both: Callable[[list[str]], None], alone: tuple[Path, PretrainConfig], tmp_path: Path
+    name: str,
+    mesh: MeshConfig,
+    start_both: Callable[[list[str]], None],
+    alone: tuple[Path, PretrainConfig],
+    tmp_path: Path,
 ) -> None:
     expected, config = alone
-    machine = config.train.machine.model_copy(update={"mesh": MeshConfig.model_validate({axis: 2})})
+    machine = config.train.machine.model_copy(update={"mesh": mesh})
     train = config.train.model_copy(update={"machine": machine})
-    config = config.model_copy(update={"name": axis, "train": train})
+    config = config.model_copy(update={"name": name, "train": train})
     (tmp_path / "config.toml").write_text(dump(config))
     start_both(["pretrain", str(tmp_path / "config.toml"), "--runs", str(tmp_path)])
-    assert losses(tmp_path / axis) == pytest.approx(losses(expected / "alone"), rel=TOLERANCE)
-    assert (tmp_path / axis / "model").is_dir()
+    assert losses(tmp_path / name) == pytest.approx(losses(expected / "alone"), rel=TOLERANCE)
+    assert (tmp_path / name / "model").is_dir()
