@@ -304,7 +304,9 @@ def compare(case: Case, outcomes: Sequence[Any]) -> None:
         assert ours["num_steps"] == expected["num_steps"]
         assert ours["sharded"] == (list(expected["num_steps"]) if case.mesh.is_sharded else [])
     weights = outcomes[0]["weights"]
-    assert distance(weights, expected["weights"]) <= 1e-12
+    # AdamW divides a gradient by its size, so an element's error is relative to its own gradient, not to the largest of
+    # its tensor; those of M2 span many orders of magnitude.
+    assert distance(weights, expected["weights"]) <= (1e-12 if case.preset is None else 1e-9)
     if case.moe.get("bias_update") != "gradient":
         biases = [name for name in weights if name.endswith("router.bias")]
         assert all(torch.equal(weights[name], expected["weights"][name]) for name in biases)
