@@ -174,7 +174,9 @@ class RLConfig(Config):
             )
         if self.train.machine.mesh.context > 1:
             context = self.train.machine.mesh.context
-            raise ValueError(f"train.machine.mesh.context: RL deals whole trees to ranks, received {context}; leave it out")
+            raise ValueError(
+                f"train.machine.mesh.context: RL deals whole trees to ranks, received {context}; leave it out"
+            )
         if self.train.lora is not None and self.weights.anchor_every > 1:
             raise ValueError(
                 "weights.anchor_every: with train.lora a version is an adapter, which is published whole; leave it out"
