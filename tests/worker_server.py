@@ -50,7 +50,9 @@ def client_command(address: Path) -> str:
 def collect() -> None:
     """What fails here fails again, and is reported, when a worker collects."""
     import pytest
+    import torch
 
+    torch.set_num_threads(1)  # threads of its own would be missing in the workers
     before = os.environ.get(PARALLEL)
     os.environ[PARALLEL] = "false"
     with Path(os.devnull).open("w") as silent, contextlib.redirect_stdout(silent):
