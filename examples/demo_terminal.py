@@ -60,8 +60,7 @@ from m2forge.tasks.puzzle import DIGITS
 from m2forge.tasks.task_set import Split
 from m2forge.text.message import Message, ToolCall, message_to_openai
 from m2forge.trials.config import TrialEvalConfig
-from m2forge.trials.report import TrialsReport
-from m2forge.trials.run import run_trials
+from m2forge.trials.run import TrialsReport, run_trials
 
 NUM_TRAIN, NUM_HELD_OUT = 400, 200
 NUM_BARE, NUM_WHOLE = 1500, 1500

@@ -6,7 +6,7 @@ import pytest
 
 from m2forge.errors import DataError, NotFoundError
 from m2forge.trials.config import Price
-from m2forge.trials.report import LINES_FILE, PAGE_FILE, Trial, make_report, read_trials, write_report
+from m2forge.trials.run import LINES_FILE, PAGE_FILE, Trial, make_report, read_trials, write_report
 
 
 def trials(**perfs: list[float | None]) -> list[Trial]:

@@ -21,7 +21,7 @@ from m2forge.text.format import make_format
 from m2forge.text.tokenizer import load_tokenizer
 from m2forge.trials import run
 from m2forge.trials.config import TrialEvalConfig, TrialsConfig
-from m2forge.trials.report import LINES_FILE, PAGE_FILE, PLOT_FILE, REPORT_FILE, read_trials
+from m2forge.trials.run import LINES_FILE, PAGE_FILE, PLOT_FILE, REPORT_FILE, read_trials
 from tests.rl.scene import make_model
 from tests.rl.scripted_run import Script
 from tests.rl.test_own_tasks import PROGRAM, make_run, write_tasks

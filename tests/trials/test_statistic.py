@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from m2forge.trials.report import Mean, Z, clustered_mean, paired_difference, pass_all
+from m2forge.trials.run import Mean, Z, clustered_mean, paired_difference, pass_all
 
 
 def test_one_trial_per_task_gives_the_usual_interval() -> None:
