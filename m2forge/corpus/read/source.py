@@ -149,7 +149,7 @@ def _files(source: Source) -> Iterator[tuple[str, str]]:
             )
         yield path, Path(path).name
     else:
-        raise NotFoundError(f"source {path!r}: no such file or folder")
+        raise NotFoundError(f"source {path!r}: no such file or folder; relative paths count from the working directory")
 
 
 def _order(path: str) -> list[tuple[bool, str]]:
