@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from m2forge import __version__, server_command, tasks_command
+from m2forge import __version__, plan_command, server_command, tasks_command
 from m2forge.command_option import add_dry_run, add_revision, add_set
 from m2forge.errors import ConfigError, M2ForgeError, NotFoundError, suggest
 
@@ -441,6 +441,7 @@ class Command:
 COMMANDS = {
     "params": Command("count a model's parameters, memory and FLOPs", _add_params, command_params),
     "presets": Command("list the model presets", _add_presets, command_presets),
+    "plan": Command("what fits on GPUs, how fast, for how much", plan_command.add_arguments, plan_command.run),
     "import": Command("bring a published model into a model folder", _add_import, command_import),
     "export": Command("write a model folder in the Hugging Face layout", _add_export, command_export),
     "corpus": Command("build token shards from documents", _add_corpus, command_corpus),

@@ -2,8 +2,8 @@
 
 Everything is read from configs, a model's config.json, the corpus manifest, and the names and sizes of files, without
 torch. The report follows the TOML as comments, so that the output is a complete file for the same command. Memory
-figures are exact sizes of the named tensors over the whole network; activations, logits, one micro-batch's gradients
-and allocator overhead come on top.
+figures are exact sizes of the named tensors over the whole network; the peak of one rank on a GPU comes from
+train/memory.py, without the allocator's free blocks.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from m2forge.resolved import Line, resolved_lines
 if TYPE_CHECKING:
     from m2forge.corpus.config import CorpusConfig
     from m2forge.gateway.config import GatewayConfig
-    from m2forge.model.config import ModelConfig
+    from m2forge.model.config import LoRAConfig, ModelConfig
     from m2forge.pipelines.config import PipelineConfig
     from m2forge.pretrain.config import PretrainConfig
     from m2forge.rl.config import RLConfig
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 NAME_WIDTH = 14
-MEMORY_NOTE = "activations, logits, one micro-batch's gradients and allocator overhead come on top"
+MEMORY_NOTE = "activations, logits and one micro-batch's gradients come on top"
 
 
 def print_dry_run(
@@ -100,7 +100,7 @@ def describe_pretrain(config: "PretrainConfig", runs: Path) -> Iterator[tuple[st
         yield "steps", f"{phase.name}: {phase.steps:,} × {tokens:,} tokens = {_number(phase.steps * tokens)} tokens"
     num_steps = sum(phase.steps for phase in config.phases)
     total = sum(phase.steps * phase.packs_per_step * phase.pack_tokens for phase in config.phases)
-    yield "steps", f"together {num_steps:,} steps, {_number(total)} tokens per rank"
+    yield "steps", f"together {num_steps:,} steps, {_number(total)} tokens"
     if config.eval is not None:
         yield _describe_evaluation(config.eval)
     yield _describe_run(runs / config.name, config, num_steps)
@@ -109,7 +109,8 @@ def describe_pretrain(config: "PretrainConfig", runs: Path) -> Iterator[tuple[st
     network = network.model_copy(update={"num_mtp": num_mtp})
     origin = "its weights" if has_weights(config) else "random weights"
     yield from _describe_network(f"{config.model} ({origin})", network)
-    yield from _describe_training(config.train, network)
+    largest = max(config.phases, key=lambda phase: phase.pack_tokens)
+    yield from _describe_training(config.train, network, (largest.pack_tokens, largest.context, largest.packs_per_step))
 
 
 def describe_sft(config: "SFTConfig", runs: Path) -> Iterator[tuple[str, str]]:
@@ -131,7 +132,8 @@ def describe_sft(config: "SFTConfig", runs: Path) -> Iterator[tuple[str, str]]:
         )
     network, _ = _read_network(config.model, config.revision)
     yield from _describe_network(config.model, network)
-    yield from _describe_training(config.train, network)
+    packs = (config.pack_tokens, config.data.context, config.packs_per_step)
+    yield from _describe_training(config.train, network, packs)
 
 
 def describe_pipeline(config: "PipelineConfig", runs: Path) -> Iterator[tuple[str, str]]:
@@ -269,7 +271,10 @@ def _describe_network(name: str, network: "ModelConfig") -> Iterator[tuple[str, 
     yield "model", f"{_number(report.total_with_mtp)} parameters{modules}; {_number(report.active)} active per token"
 
 
-def _describe_training(config: "TrainConfig", network: "ModelConfig") -> Iterator[tuple[str, str]]:
+def _describe_training(
+    config: "TrainConfig", network: "ModelConfig", packs: tuple[int, int, int] | None = None
+) -> Iterator[tuple[str, str]]:
+    """`packs`: tokens, longest document and number of the packs of a step; None: trees of any size."""
     from m2forge.train.config import TuneConfig
     from m2forge.train.memory import training_memory
 
@@ -291,7 +296,25 @@ def _describe_training(config: "TrainConfig", network: "ModelConfig") -> Iterato
     machine.mesh.refuse_misfit(network)
     if not machine.mesh.is_single:
         yield "training", "each rank holds " + ("a shard of it" if machine.mesh.is_sharded else "all of it")
-    yield "training", MEMORY_NOTE
+    if packs is None or "cuda" not in devices or not machine.mesh.is_single:
+        yield "training", MEMORY_NOTE
+    else:
+        yield "training", _describe_peak(config, network, lora, packs)
+
+
+def _describe_peak(
+    config: "TrainConfig", network: "ModelConfig", lora: "LoRAConfig | None", packs: tuple[int, int, int]
+) -> str:
+    from m2forge.train.activation import MicroBatch
+    from m2forge.train.memory import machine_step, rank_memory
+
+    num_tokens, context, num_packs = packs
+    batch = MicroBatch(num_tokens, context, num_tokens, network.num_mtp, lora is None)
+    step = machine_step(config.machine, "cuda", network, config.optimizer, batch, num_packs, lora)
+    memory = rank_memory(step)
+    parts = sorted(memory.components.items(), key=lambda item: -item[1])
+    named = ", ".join(f"{name} {_size(size)}" for name, size in parts)
+    return f"on CUDA at most {_size(memory.total)} at once, in the {memory.moment}: {named}"
 
 
 def _describe_evaluation(config: "TrainEvalConfig") -> tuple[str, str]:

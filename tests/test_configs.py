@@ -11,6 +11,7 @@ from m2forge.config import Config, load
 from m2forge.corpus.config import CorpusConfig
 from m2forge.errors import ConfigError
 from m2forge.evaluate.config import EvalConfig
+from m2forge.model.config import ModelConfig
 from m2forge.pipelines.config import PipelineConfig
 from m2forge.pretrain.config import PretrainConfig
 from m2forge.rl.config import RLConfig
@@ -20,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 KINDS: dict[str, type[Config]] = {
+    "model": ModelConfig,
     "corpus": CorpusConfig,
     "pretrain": PretrainConfig,
     "sft": SFTConfig,

@@ -52,6 +52,7 @@ FLOORS = (
         "command_option",
         "config_help",
         "dry_run",
+        "plan_command",
         "server_command",
         "shell_completion",
         "starter",

@@ -19,15 +19,21 @@ from m2forge.model.config import ModelConfig
 from m2forge.plan.gpu import Rates
 from m2forge.plan.work import Work, step_work
 from m2forge.records import Pack
-from m2forge.train.config import MachineConfig, MeshConfig
+from m2forge.train.activation import MicroBatch
+from m2forge.train.config import MachineConfig, MeshConfig, OptimizerConfig
 from m2forge.train.engine import TrainEngine
 from m2forge.train.machine import machine_settings, set_up_model
-from m2forge.train.memory import TrainingStep
+from m2forge.train.memory import TrainingStep, rank_memory
 
 FITTED = ("dense", "expert", "attention", "bandwidth", "block_s")
 PULL = 0.01
 """Weight of the squared distance from the first rates."""
 NUM_WARM_UPS = 2
+FILLED_SHARE = 0.85
+"""Share of the free memory that a calibrating step may need."""
+MIN_CALIBRATING = 3
+FIRST_BLOCK_S = 1e-3
+"""Where the search for an unknown time of launches begins."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,7 @@ def random_pack(step: TrainingStep, seed: int) -> Pack:
 def fit(records: Sequence[tuple[TrainingStep, float]], start: Rates, origin: str) -> Rates:
     """`records`: steps and their measured seconds."""
     works = [(step_work(step), seconds) for step, seconds in records]
+    start = replace(start, block_s=start.block_s or FIRST_BLOCK_S)
     logs = [0.0] * len(FITTED)
     stride, best = 0.5, _error(works, start, logs)
     while stride > 1e-4:
@@ -122,6 +129,18 @@ def _moved(start: Rates, logs: Sequence[float]) -> Rates:
     return replace(start, **{name: getattr(start, name) * math.exp(x) for name, x in zip(FITTED, logs, strict=True)})
 
 
-def share(network: ModelConfig, num_layers: int) -> ModelConfig:
-    """A network of fewer layers, of which one GPU holds the state."""
-    return network.with_layers(min(num_layers, network.num_layers))
+def calibrating_steps(network: ModelConfig, optimizer: OptimizerConfig, free_bytes: float) -> list[TrainingStep]:
+    """Steps of a network's first layers that fit on one GPU: more and fewer layers, tokens and context."""
+    steps: list[TrainingStep] = []
+    for num_layers in range(min(4, network.num_layers), 0, -1):
+        part = network.with_layers(num_layers)
+        for tokens, context in ((16_384, 4096), (16_384, 16_384), (4096, 2048)):
+            batch = MicroBatch(tokens, min(context, network.max_context), tokens, network.num_mtp)
+            step = TrainingStep(part, optimizer, batch)
+            if rank_memory(step).total < FILLED_SHARE * free_bytes:
+                steps.append(step)
+        if len(steps) >= MIN_CALIBRATING:
+            return steps
+    if not steps:
+        raise ConfigError("--measure: not one layer of this network trains on the GPU at hand; leave it out")
+    return steps

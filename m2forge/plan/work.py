@@ -81,6 +81,9 @@ def step_work(step: TrainingStep) -> Work:
     for layer in step.layers:
         work = block_flops(network, layer, batch)
         dense += work["dense"] * (1 + again + backward)
+        if step.recompute == "block" and not network.is_sparse(layer):
+            # Recomputing stops at the last tensor that the backward pass needs: before the product with W2.
+            dense -= 2.0 * batch.num_tokens * network.hidden_size * (network.intermediate_size or 0)
         expert += work["expert"] * (1 + again + backward)
         attention += work["attention"] * (1 + again + ATTENTION_BACKWARD)
         saved = block_bytes(network, layer, batch.num_tokens, step.item_bytes, step.execution)

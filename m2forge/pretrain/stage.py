@@ -26,7 +26,7 @@ from m2forge.records import JsonValue, Pack
 from m2forge.text.tokenizer import load_tokenizer
 from m2forge.train.evaluation import Evaluation
 from m2forge.train.loop import TrainLoop
-from m2forge.train.machine import machine_ranks
+from m2forge.train.machine import machine_ranks, refuse_unfit_phases
 from m2forge.train.run_dir import CONFIG_FILE, open_run
 
 _log = logging.getLogger(__name__)
@@ -73,6 +73,7 @@ def run_pretrain(config: PretrainConfig, runs: Path) -> Path:
 
     companions = find_companions(corpus / TOKENIZER_NAME)
     with machine_ranks(config.train.machine) as ranks:
+        refuse_unfit_phases(config.train, network, config.phases, ranks)
         loop = TrainLoop(run_dir, config.train, config.phases, build_model, open_source, companions, ranks, evaluation)
         open_run(run_dir, config, loop.position.last_begun)
         return loop.run()

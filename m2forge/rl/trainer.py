@@ -39,6 +39,7 @@ from pathlib import Path
 from m2forge.config import load_resolved
 from m2forge.errors import ConfigError, RecordError, TrainingError
 from m2forge.model.checkpoint import load_model, save_model
+from m2forge.model.config_file import read_config
 from m2forge.model.convert import find_companions
 from m2forge.model.hub import find_folder
 from m2forge.model.lora import attach
@@ -61,7 +62,15 @@ from m2forge.train.checkpoint import CheckpointStore, load_checkpoint_model, res
 from m2forge.train.config import PhaseConfig
 from m2forge.train.engine import TrainEngine
 from m2forge.train.loop import TokenCost, lr_at
-from m2forge.train.machine import choose_devices, choose_dtype, machine_ranks, machine_settings, set_up_model, spread
+from m2forge.train.machine import (
+    choose_devices,
+    choose_dtype,
+    machine_ranks,
+    machine_settings,
+    refuse_unfit_policy,
+    set_up_model,
+    spread,
+)
 from m2forge.train.parallel import SINGLE_RANK, Ranks, unsharded_model
 from m2forge.train.position import Position, read_position
 from m2forge.train.run_dir import CONFIG_FILE, hold_run
@@ -156,6 +165,7 @@ class Trainer:
         self.weights = self.layout.weight_store(config, self._companions)
         machine = config.train.machine
         device, home = choose_devices(machine, ranks)
+        refuse_unfit_policy(config.train, read_config(folder), config.policy, device, ranks.num_ranks)
         dtype, newest = choose_dtype(machine, device), self.checkpoints.newest()
         if newest is None:
             model, self.position = load_model(folder, device=home, dtype=dtype), Position()

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from m2forge.model.checkpoint import load_model
+from m2forge.model.config_file import read_config
 from m2forge.model.convert import find_companions
 from m2forge.model.hub import find_folder, pinned
 from m2forge.model.lora import attach
@@ -27,7 +28,7 @@ from m2forge.text.tokenizer import load_tokenizer
 from m2forge.train.config import PhaseConfig
 from m2forge.train.evaluation import Evaluation
 from m2forge.train.loop import TrainLoop
-from m2forge.train.machine import machine_ranks
+from m2forge.train.machine import machine_ranks, refuse_unfit_phases
 from m2forge.train.position import CHECKPOINT_FOLDER, begun_phase
 from m2forge.train.run_dir import CONFIG_FILE, open_run
 
@@ -75,6 +76,7 @@ def run_sft(config: SFTConfig, runs: Path) -> Path:
         if config.eval is not None and held_out is not None:
             evaluation = Evaluation(config.eval, HeldOutTrajectories(config, config.eval, held_out), config.pack_tokens)
         phases, companions = [_phase(config, store)], find_companions(start)
+        refuse_unfit_phases(config.train, read_config(start), phases, ranks, config.train.lora)
         loop = TrainLoop(run_dir, config.train, phases, build_model, open_source, companions, ranks, evaluation)
         open_run(run_dir, config, loop.position.last_begun)
         return loop.run()

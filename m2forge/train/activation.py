@@ -160,3 +160,10 @@ def stack_bytes(network: ModelConfig, batch: MicroBatch, walk: WalkConfig, item_
     num_tokens = segments * walk.segment_tokens
     num_layers = network.num_layers + batch.num_mtp
     return num_tokens * 2 * network.attention.kv_width * (item_bytes + FLOAT32) * num_layers
+
+
+def path_workspace(network: ModelConfig, batch: MicroBatch, walk: WalkConfig, item_bytes: int) -> int:
+    """Of one layer: gradients of the keys and values of the whole path, and from host memory a copy of these."""
+    if batch.context <= walk.segment_tokens:
+        return 0
+    return batch.context * 2 * network.attention.kv_width * item_bytes * (2 if walk.stack == "host" else 1)

@@ -1,17 +1,20 @@
-"""The machine a run trains on: device, dtype, threads and peak FLOPS."""
+"""The machine a run trains on: device, dtype, threads, peak FLOPS, and whether a run fits into its memory."""
 
 import functools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from m2forge.errors import ConfigError
+from m2forge.model.config import LoRAConfig, ModelConfig
 from m2forge.model.transformer import Transformer
-from m2forge.train.config import MachineConfig
+from m2forge.train.activation import MicroBatch
+from m2forge.train.config import MachineConfig, PhaseConfig, PolicyConfig, TrainConfig, TuneConfig
+from m2forge.train.memory import machine_step, refuse_unfit
 from m2forge.train.parallel import (
     SINGLE_RANK,
     ProcessRanks,
@@ -100,6 +103,41 @@ def set_up_model(model: Transformer, config: MachineConfig, device: torch.device
     by_default = device.type == "cuda" and not config.mesh.is_sharded
     if config.compile_blocks == "always" or (config.compile_blocks == "auto" and by_default):
         model.compile_blocks()
+
+
+def refuse_unfit_phases(
+    config: TrainConfig,
+    network: ModelConfig,
+    phases: Sequence[PhaseConfig],
+    ranks: Ranks,
+    lora: LoRAConfig | None = None,
+) -> None:
+    """Raise, before anything is loaded, if a phase needs more memory than the GPU has free."""
+    device = ranks.device if isinstance(ranks, ProcessRanks) else choose_device(config.machine)
+    if device.type != "cuda":
+        return
+    free, _ = torch.cuda.mem_get_info(device)
+    # Of a phase with a frozen main model the memory is not predicted; its weights are those of the others.
+    for phase in (phase for phase in phases if phase.trains == "all"):
+        num_mtp = max(network.num_mtp, phase.num_mtp or 0)
+        batch = MicroBatch(phase.pack_tokens, phase.context, phase.pack_tokens, num_mtp, lora is None)
+        whole = network.model_copy(update={"num_mtp": num_mtp})
+        num_packs, num_ranks = phase.packs_per_step, ranks.num_ranks
+        step = machine_step(config.machine, "cuda", whole, config.optimizer, batch, num_packs, lora, num_ranks)
+        refuse_unfit(step, free, f"phase {phase.name}")
+
+
+def refuse_unfit_policy(
+    config: TuneConfig, network: ModelConfig, policy: PolicyConfig, device: torch.device, num_ranks: int
+) -> None:
+    """The same for steps over trees. Packs are no larger than the attempts are, so this counts the shortest."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        tokens = min(policy.bucket_tokens, policy.pack_tokens)
+        batch = MicroBatch(tokens, tokens, tokens, network.num_mtp if policy.mtp_weight else 0, config.lora is None)
+        machine, optimizer = config.machine, config.optimizer
+        step = machine_step(machine, "cuda", network, optimizer, batch, lora=config.lora, num_ranks=num_ranks)
+        refuse_unfit(step, free, "the policy")
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

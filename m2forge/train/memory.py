@@ -21,9 +21,10 @@ outside the blocks from the first forward pass of a step to its end. Free blocks
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
+from m2forge.errors import ConfigError
 from m2forge.model.architecture import adapted_layers
 from m2forge.model.config import LoRAConfig, ModelConfig
 from m2forge.train.activation import (
@@ -36,12 +37,17 @@ from m2forge.train.activation import (
     loss_workspace,
     module_bytes,
     outer_bytes,
+    path_workspace,
     stack_bytes,
 )
 from m2forge.train.config import MachineConfig, OptimizerConfig, WalkConfig
 
 OFFLOAD_BYTES = 6 * FLOAT32 << 24
 """Chunks of optimizer state that pass through the device: three tensors of 2²⁴ elements on each of two streams."""
+
+ERROR = 0.08
+"""Bound of the prediction's error that a refusal leaves."""
+SHARDS = (2, 4, 8, 16, 32, 64, 128, 256)
 
 
 # -- the weights -------------------------------------------------------------------------------------------------------
@@ -233,22 +239,70 @@ class TrainingStep:
         return [*range(network.num_layers), *[network.num_layers - 1] * self.batch.num_mtp]
 
 
-def machine_step(machine: MachineConfig, device: str) -> dict[str, object]:
-    """The fields of `TrainingStep` that a machine's configuration sets."""
-    walk = machine.walk_config
-    sharded = machine.mesh.is_sharded
-    is_compiled = machine.compile_blocks == "always" or (
-        machine.compile_blocks == "auto" and device == "cuda" and not sharded
-    )
+def machine_step(
+    machine: MachineConfig,
+    device: str,
+    network: ModelConfig,
+    optimizer: OptimizerConfig,
+    batch: MicroBatch,
+    num_batches: int = 1,
+    lora: LoRAConfig | None = None,
+    num_ranks: int = 1,
+) -> TrainingStep:
+    """What one of `num_ranks` trains on `device`, as the machine's configuration says."""
+    walk, mesh = machine.walk_config, machine.mesh.of_ranks(num_ranks)
+    # Ranks of `context` train a part of each pack.
+    batch = batch.cut(-(-batch.num_tokens // mesh.context))
+    num_batches = -(-num_batches * mesh.context // num_ranks)
+    by_default = device == "cuda" and not machine.mesh.is_sharded
     dtype = {"cuda": "bfloat16"}.get(device, "float32") if machine.dtype == "auto" else machine.dtype
-    return {
-        "item_bytes": 2 if dtype == "bfloat16" else 4,
-        "device": device,
-        "is_compiled": is_compiled,
-        "recompute": "block" if "block" in (machine.recompute, walk and walk.recompute) else "none",
-        "walk": walk,
-        "offload": machine.offload,
-    }
+    return TrainingStep(
+        network,
+        optimizer,
+        batch,
+        num_batches,
+        item_bytes=2 if dtype == "bfloat16" else FLOAT32,
+        device=device,
+        is_compiled=machine.compile_blocks == "always" or (machine.compile_blocks == "auto" and by_default),
+        recompute="block" if "block" in (machine.recompute, walk and walk.recompute) else "none",
+        walk=walk,
+        offload=machine.offload,
+        lora=lora,
+        shard=mesh.shape[1],
+        expert=mesh.expert,
+    )
+
+
+def refuse_unfit(step: TrainingStep, free_bytes: float, name: str) -> None:
+    """Raise if a rank needs clearly more than `free_bytes`; the message names a setting that fits, if there is one."""
+    memory = rank_memory(step)
+    if memory.total * (1 - ERROR) <= free_bytes:
+        return
+    largest = sorted(memory.components.items(), key=lambda item: -item[1])[:3]
+    parts = ", ".join(f"{part} {size / 1e9:.1f} GB" for part, size in largest)
+    fitting = next((words for words, other in _alternatives(step) if rank_memory(other).total <= free_bytes), None)
+    remedy = "use more or larger GPUs; m2forge plan lists layouts" if fitting is None else f"set {fitting}"
+    raise ConfigError(
+        f"{name}: a rank needs {memory.total / 1e9:.1f} GB of GPU memory ({memory.moment}: {parts}), and "
+        f"{free_bytes / 1e9:.1f} GB are free; {remedy}"
+    )
+
+
+def _alternatives(step: TrainingStep) -> Iterator[tuple[str, TrainingStep]]:
+    """Settings that need less memory, those that cost least time first."""
+    prefix = "train.machine."
+    yield f'{prefix}recompute = "block"', replace(step, recompute="block", walk=None)
+    for stack in ("device", "host"):
+        for inside in ("none", "block"):
+            walk = WalkConfig.model_validate({"stack": stack, "recompute": inside})
+            words = f'{prefix}recompute = "walk", walk.recompute = "{inside}", walk.stack = "{stack}"'
+            walked = replace(step, recompute=inside, walk=walk)
+            yield words, walked
+            yield f'{words} and {prefix}offload = "host"', replace(walked, offload="host")
+    for shard in SHARDS:
+        if shard > step.shard:
+            sharded = replace(step, shard=shard, is_compiled=False, recompute="block", walk=None)
+            yield f'{prefix}mesh.shard = {shard} and {prefix}recompute = "block"', sharded
 
 
 def rank_memory(step: TrainingStep) -> RankMemory:
@@ -269,6 +323,7 @@ def _moments(step: TrainingStep) -> dict[str, dict[str, int]]:
     }
     if step.walk is not None and step.walk.stack == "device":
         always["KV of the walk"] = stack_bytes(network, step.batch, step.walk, w)
+    path = 0 if step.walk is None else path_workspace(network, step.batch, step.walk, w)
     units = _Units(step)
     # Below float32 a micro-batch's gradients are added to float32 sums; otherwise the sums are the gradients.
     sums = state.gradients if step.is_accumulated else 0
@@ -292,7 +347,10 @@ def _moments(step: TrainingStep) -> dict[str, dict[str, int]]:
         moments[f"backward of block {index}"] = always | {
             "gradients": sums + done + units.gradients(f"block {index}"),
             "activations": sum(saved[: index + 1]) + outer + adapted - head_gradients(network, batch, w),
-            "block workspace": whole + block_workspace(network, layer, batch.num_tokens, w) + units.reduced(index),
+            "block workspace": whole
+            + path
+            + block_workspace(network, layer, batch.num_tokens, w)
+            + units.reduced(index),
             "gathered weights": gathered + units.gathered(index) + units.gathered(index - 1),
         }
         done += units.held_gradients(f"block {index}")

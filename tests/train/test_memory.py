@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from m2forge.errors import ConfigError
 from m2forge.model.build import build, empty
 from m2forge.model.config import LoRAConfig, ModelConfig
 from m2forge.model.lora import attach
@@ -16,7 +17,15 @@ from m2forge.model.preset import preset
 from m2forge.train.activation import MicroBatch
 from m2forge.train.config import MeshConfig, OptimizerConfig
 from m2forge.train.engine import TrainEngine
-from m2forge.train.memory import TrainingMemory, TrainingStep, rank_memory, training_memory, weight_bytes, weights
+from m2forge.train.memory import (
+    TrainingMemory,
+    TrainingStep,
+    rank_memory,
+    refuse_unfit,
+    training_memory,
+    weight_bytes,
+    weights,
+)
 from m2forge.train.optimizer import Norms, Optimizer
 from m2forge.train.parallel import ProcessRanks, local, shard_model
 from tests.model.draw import SMALL, model_configs
@@ -139,3 +148,12 @@ def test_recomputing_never_saves_more(num_tokens: int, num_batches: int) -> None
     )
     assert recomputed.components.get("activations", 0) <= whole.components.get("activations", 0)
     assert whole.total >= training_memory(SMALL, OptimizerConfig(), 2).weights
+
+
+def test_what_cannot_fit_is_refused_with_what_does() -> None:
+    step = TrainingStep(preset("m2-mini"), OptimizerConfig(), MicroBatch(131_072, 131_072, 131_072))
+    refuse_unfit(step, 141e9, "phase main")
+    with pytest.raises(ConfigError, match=r'phase main: .* 60\.0 GB are free; set train\.machine\.recompute = "block"'):
+        refuse_unfit(step, 60e9, "phase main")
+    with pytest.raises(ConfigError, match="use more or larger GPUs"):
+        refuse_unfit(step, 1e8, "phase main")
