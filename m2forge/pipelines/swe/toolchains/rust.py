@@ -7,9 +7,8 @@ A target is a file that cargo makes a test program of, and `doc` for the example
 
 A test's id is `tests/sums.rs::module::name`. Each target is compiled and run by itself: cargo runs no test at all if
 one program does not compile. Tests inside of source files and examples count as P2P alone, since a patch of the source
-brings them. The image holds a target folder with the compiled base tree and rustc's incremental state: a run after a
-patch compiles the functions that it changed. Cargo goes by the time of files, and not by their content, so a run first
-touches those whose content is not what was compiled last.
+brings them. The image holds a target folder with the compiled base tree. Cargo goes by the time of files, and not by
+their content, so a run first touches those whose content is not what was compiled last.
 """
 
 import posixpath
@@ -27,7 +26,7 @@ MANIFEST, DOC = "Cargo.toml", "doc"
 _TABLES = ("dependencies", "dev-dependencies", "build-dependencies")
 _VARIABLES = {
     "CARGO_HOME": f"{CACHE}/cargo",
-    "CARGO_INCREMENTAL": "1",
+    "CARGO_INCREMENTAL": "0",
     "CARGO_NET_OFFLINE": "true",
     "CARGO_PROFILE_DEV_DEBUG": "0",
     "CARGO_PROFILE_TEST_DEBUG": "0",
