@@ -35,6 +35,7 @@ FLOORS = (
         "http_client",
         "key",
         "listener",
+        "logit_chunk",
         "loop_thread",
         "observe",
         "python_source",

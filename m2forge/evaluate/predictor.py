@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from m2forge.evaluate.report import DomainLoss, ModuleLoss, readable_bytes
-from m2forge.kernels.logit_chunk import chunk_rows
+from m2forge.logit_chunk import chunk_rows
 from m2forge.model.plan import AttentionPlan, CausalRows, Documents
 from m2forge.model.transformer import Transformer
 from m2forge.protocols import Prompt

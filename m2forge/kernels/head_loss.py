@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from m2forge.kernels import arithmetic as native
 from m2forge.kernels.arithmetic import at_least_float32, raised
 from m2forge.kernels.linear import linear_float32
-from m2forge.kernels.logit_chunk import chunk_rows
+from m2forge.logit_chunk import chunk_rows
 
 Score: TypeAlias = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """(logits_CV, slice of the M positions) → (loss summed over them, its gradient with respect to the logits). `score` may

@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from m2forge.kernels.logit_chunk import chunk_rows
+from m2forge.logit_chunk import chunk_rows
 from m2forge.model.config import ModelConfig
 from m2forge.train.config import WalkConfig
 
