@@ -72,7 +72,8 @@ class PolicyConfig(Config):
     pack_tokens: Count = 32768
     """Tokens per forward pass (micro-batch), and so the longest path."""
     bucket_tokens: Count = 2048
-    """On CUDA, packs are padded to a multiple of this, so that few shapes occur. Padding counts nowhere."""
+    """On CUDA, packs are padded to a multiple of this, so that few shapes occur; segments of a walk to a smaller one.
+    Padding counts nowhere."""
 
     def sampling_problem(self, sampling: Sampling) -> str | None:
         """Why tokens sampled with these settings cannot be trained on; None if they can."""

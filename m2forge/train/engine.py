@@ -127,8 +127,8 @@ class StepReport(PendingMetrics):
         return self._logprobs.read()
 
 
-SHORT_SEGMENT = 128
-"""Segments of a walk that are shorter than a bucket are padded to a power of two, at least this one."""
+MIN_BUCKET = 128
+"""Segments of a walk are padded by at most an eighth, or to a multiple of this."""
 _PackT = TypeVar("_PackT")
 _ToRun: TypeAlias = Sequence[MicroBatches[Batch]] | Sequence[MicroBatches[TreeBatch]]
 
@@ -350,8 +350,8 @@ class TrainEngine:
         bucket, most = self.policy.bucket_tokens, self.policy.pack_tokens
         if self.walk is not None:
             most = min(most, self.walk.segment_tokens)
-            # Many segments are short branches, which a whole bucket of padding would multiply.
-            bucket = min(bucket, max(SHORT_SEGMENT, 1 << (pack.num_tokens - 1).bit_length()))
+            # Branches cut a path into many short segments, which a bucket of padding each would multiply.
+            bucket = min(bucket, max(MIN_BUCKET, (1 << (pack.num_tokens - 1).bit_length()) // 8))
         batch = make_tree_batch(
             pack,
             self.device,
