@@ -4,6 +4,7 @@
 seconds, with a weak pull towards the rates it starts from, because few steps cannot tell all five apart.
 """
 
+import gc
 import math
 import statistics
 import time
@@ -55,6 +56,8 @@ def measure_step(step: TrainingStep, device: torch.device, num_steps: int = 3) -
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch._dynamo.reset()
+        # An engine may lie in a cycle of references, and would count in the peak of the next step.
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     dtype = torch.bfloat16 if step.item_bytes == 2 else torch.float32
