@@ -280,8 +280,11 @@ class MachineConfig(Config):
     def _check(self) -> Self:
         if self.mesh.is_sharded and self.compile_blocks == "always":
             raise ValueError('mesh.shard runs blocks uncompiled; set compile_blocks to "auto" or "never"')
-        if self.mesh.context > 1 and self.recompute == "walk":
-            raise ValueError('mesh.context: ranks that share a pack do not walk; set recompute to "block" or "none"')
+        if self.walk_config is not None and self.walk_config.segment_tokens < self.mesh.context:
+            raise ValueError(
+                f"walk.segment_tokens {self.walk_config.segment_tokens} is less than mesh.context {self.mesh.context}: "
+                "the ranks that share a segment need a token each"
+            )
         if self.walk is not None and self.recompute != "walk":
             raise ValueError(f'walk: recompute is "{self.recompute}"; set recompute = "walk" or leave [walk] out')
         return self

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from m2forge.model.config import WindowConfig
-from m2forge.model.plan import Attend, AttentionPlan
+from m2forge.model.plan import Attend, AttentionPlan, LayeredAttend
 from m2forge.train.batch import BatchT
 from m2forge.train.exchange import Route
 
@@ -36,12 +36,9 @@ class ContextGroup:
     def size(self) -> int:
         return self.group.size()
 
-    def split(self, batch: BatchT, blank: BatchT) -> BatchT:
-        """This rank's part of a batch that all ranks of the group hold. `blank`: what a rank without tokens runs; a
-        batch of fewer tokens than ranks stays with the first. Syncs with the host."""
+    def split(self, batch: BatchT) -> BatchT:
+        """This rank's part of a batch that all ranks of the group hold. Syncs with the host."""
         rank, num_tokens = self.group.rank(), batch.tokens_N.shape[0]
-        if num_tokens < self.size:
-            return batch if rank == 0 else blank
         bounds = [num_tokens * index // self.size for index in range(self.size + 1)]
         start, end = bounds[rank], bounds[rank + 1]
         (edge_M,) = ((batch.position_M >= start) & (batch.position_M < end)).nonzero(as_tuple=True)
@@ -58,14 +55,11 @@ class ContextGroup:
         return replace(batch, plan=plan, **changes)
 
     def join_edges(self, value_M: Tensor, plan: AttentionPlan) -> Tensor:
-        """The values of all edges of a batch, from those of each rank's part."""
+        """The values of all edges of a batch, from those of each rank's part; those of a blank batch, which is not
+        split, are none."""
         if not isinstance(plan, ContextPlan):
-            num_edges = torch.tensor(value_M.shape[0])
-            dist.all_reduce(num_edges, group=self.group)
-            every_M = value_M.new_zeros(int(num_edges))
-            every_M[: value_M.shape[0]] = value_M
-        else:
-            every_M = value_M.new_zeros(plan.num_edges).index_copy(0, plan.edge_M, value_M)
+            return value_M
+        every_M = value_M.new_zeros(plan.num_edges).index_copy(0, plan.edge_M, value_M)
         dist.all_reduce(every_M, group=self.group)
         return every_M
 
@@ -78,7 +72,7 @@ class ContextPlan:
     ) -> None:
         """`bounds`: the first token of each rank, and the end. `edge_M`: this rank's edges among the `num_edges` of
         the batch."""
-        self._whole, self.edge_M, self.num_edges = whole, edge_M, num_edges
+        self.whole, self.edge_M, self.num_edges = whole, edge_M, num_edges
         num_R = [end - start for start, end in pairwise(bounds)]
         rank = group.rank()
         self._own = slice(bounds[rank], bounds[rank + 1])
@@ -87,11 +81,11 @@ class ContextPlan:
         self.count_N = None if whole.count_N is None else whole.count_N[self._own]
 
     def bind(self, window: WindowConfig | None) -> Attend:
-        return ContextAttend(self._whole.bind(window), self._route)
+        return ContextAttend(self.whole.bind(window), self._route)
 
     def to_parent(self, x_ND: Tensor) -> Tensor:
         every_ND: Tensor = self._route.send(x_ND.repeat(self._route.group.size(), 1))
-        return self._whole.to_parent(every_ND)[self._own]
+        return self.whole.to_parent(every_ND)[self._own]
 
 
 @dataclass(frozen=True)
@@ -100,6 +94,9 @@ class ContextAttend:
     """Over all tokens."""
     route: Route
     """To all ranks: as many rows to each as this rank has tokens."""
+
+    def at_layer(self, layer: int) -> "ContextAttend":
+        return replace(self, attend=self.attend.at_layer(layer)) if isinstance(self.attend, LayeredAttend) else self
 
     def __call__(self, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
         """Takes and returns this rank's tokens."""

@@ -53,6 +53,7 @@ from m2forge.model.transformer import Output, Transformer, aux_loss, max_violati
 from m2forge.records import FloatArray, Pack
 from m2forge.train.batch import (
     Batch,
+    BatchT,
     MicroBatches,
     TreeBatch,
     WholePack,
@@ -67,7 +68,7 @@ from m2forge.train.batch import (
     replayable,
 )
 from m2forge.train.config import MTPLoss, OptimizerConfig, PolicyConfig, RouterBias, WalkConfig
-from m2forge.train.context_parallel import ContextGroup
+from m2forge.train.context_parallel import ContextGroup, ContextPlan
 from m2forge.train.loss.next_token import draft_agreement, next_token_loss
 from m2forge.train.loss.policy import policy_loss
 from m2forge.train.optimizer import Norms, Optimizer
@@ -203,6 +204,7 @@ class TrainEngine:
         def train(batch: Batch) -> Tensor | None:
             """Run one batch forward and backward; its output is freed when this returns, before the next one starts."""
             nonlocal most_edges
+            batch = self._part(batch)
             output = self._run_rows(batch)
             found = next_token_loss(
                 self.model,
@@ -264,20 +266,24 @@ class TrainEngine:
     def _row_batches(self, pack: Pack | None, pack_tokens: int | None) -> MicroBatches[Batch]:
         walk, length = self.walk, pack_tokens if self.pads else None
         if walk is None or pack is None:
-            return WholePack(partial(self._row_part, pack, length), self._run_rows)
+            return WholePack(partial(self._row_batch, pack, length), self._run_row_part)
         length = None if length is None else min(length, walk.segment_tokens)
-        return Walk(RowSegments(pack, self.device, walk.segment_tokens, length), self._run_rows, walk)
+        segments = RowSegments(pack, self.device, walk.segment_tokens, length, self._num_sharing)
+        return Walk(segments, self._run_row_part, walk)
 
-    def _row_part(self, pack: Pack | None, length: int | None) -> Batch:
-        batch = self._row_batch(pack, length)
-        return batch if self.context is None or pack is None else self.context.split(batch, blank_batch(self.device))
+    def _run_row_part(self, batch: Batch) -> Output:
+        return self._run_rows(self._part(batch))
 
     def _run_rows(self, batch: Batch) -> Output:
         output: Output = self.model(batch.tokens_N, batch.plan)
         return output
 
     def _row_batch(self, pack: Pack | None, length: int | None) -> Batch:
-        return blank_batch(self.device) if pack is None else make_batch(pack, self.device, length)
+        if pack is None:
+            return blank_batch(self.device)
+        if pack.tokens.size < self._num_sharing:
+            length = self._num_sharing
+        return make_batch(pack, self.device, length)
 
     # -- trees --------------------------------------------------------------------------------------------------------
 
@@ -305,6 +311,7 @@ class TrainEngine:
 
         def train(batch: TreeBatch) -> Tensor | None:
             """Run one batch forward and backward; its output is freed when this returns, before the next one starts."""
+            batch = self._part(batch)
             output = self._run_trees(batch)
             found = policy_loss(self.model, output, batch, self.policy)
             sums.add(batch, found)
@@ -340,27 +347,29 @@ class TrainEngine:
     def _tree_batches(self, pack: FlatTree | None, total_weight: float) -> MicroBatches[TreeBatch]:
         make = partial(self._tree_batch, total_weight=total_weight)
         if self.walk is None or pack is None:
-            return WholePack(partial(make, pack), self._run_trees)
-        return TreeWalk(TreeSegments(pack, make, self.walk.segment_tokens), self._run_trees, self.walk)
+            return WholePack(partial(make, pack), self._run_tree_part)
+        return TreeWalk(TreeSegments(pack, make, self.walk.segment_tokens), self._run_tree_part, self.walk)
 
     def _tree_batch(self, pack: FlatTree | None, total_weight: float) -> TreeBatch:
-        blank = blank_tree_batch(self.device, self._precision)
         if pack is None:
-            return blank
+            return blank_tree_batch(self.device, self._precision)
         bucket, most = self.policy.bucket_tokens, self.policy.pack_tokens
         if self.walk is not None:
             most = min(most, self.walk.segment_tokens)
             # Branches cut a path into many short segments, which a bucket of padding each would multiply.
             bucket = min(bucket, max(MIN_BUCKET, (1 << (pack.num_tokens - 1).bit_length()) // 8))
-        batch = make_tree_batch(
+        length = bucket_length(pack.num_tokens, bucket, most) if self.pads else pack.num_tokens
+        return make_tree_batch(
             pack,
             self.device,
             self.policy,
             total_weight=total_weight,
             dtype=self._precision,
-            length=bucket_length(pack.num_tokens, bucket, most) if self.pads else None,
+            length=max(length, self._num_sharing),
         )
-        return batch if self.context is None else self.context.split(batch, blank)
+
+    def _run_tree_part(self, batch: TreeBatch) -> Output:
+        return self._run_trees(self._part(batch))
 
     def _run_trees(self, batch: TreeBatch) -> Output:
         output: Output = self.model(
@@ -377,8 +386,18 @@ class TrainEngine:
     def _totals(self, *values: float) -> list[float]:
         """Each value summed over the ranks; of ranks that share their packs, over one."""
         totals = self.ranks.sum(torch.tensor(values, dtype=torch.float64))
-        once: list[float] = (totals / (1 if self.context is None else self.context.size)).tolist()
+        once: list[float] = (totals / self._num_sharing).tolist()
         return once
+
+    @property
+    def _num_sharing(self) -> int:
+        """Number of ranks that train a pack together."""
+        return 1 if self.context is None else self.context.size
+
+    def _part(self, batch: BatchT) -> BatchT:
+        """What this rank trains of a batch; of a blank one, all."""
+        is_shared = self.context is not None and batch.tokens_N.shape[0] >= self.context.size
+        return self.context.split(batch) if self.context is not None and is_shared else batch
 
     def _begin(self, packs: Sequence[_PackT]) -> list[_PackT | None]:
         """Discard old gradients; returns the micro-batches of the step. A rank with fewer packs than another runs blank
@@ -415,7 +434,8 @@ class TrainEngine:
         if moe is not None and local_LE is not None and output.affinity_LE is not None:
             load_LE = local_LE if totals.load_LE is None else totals.load_LE
             loss = loss + moe.aux_loss_weight * aux_loss(load_LE, output.affinity_LE, int(totals.num_tokens))
-        states, grads = plan.roots() if isinstance(plan, PathPlan) else ([], [])
+        whole = plan.whole if isinstance(plan, ContextPlan) else plan
+        states, grads = whole.roots() if isinstance(whole, PathPlan) else ([], [])
         if loss.requires_grad:
             torch.autograd.backward([loss, *states], [None, *grads])
         if totals.num_batches > 1:

@@ -140,23 +140,28 @@ def _sum(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
 
 
 class RowSegments:
-    def __init__(self, pack: Pack, device: torch.device, max_tokens: int, length: int | None) -> None:
-        """`length`: number of tokens to pad to."""
-        self._pack, self._device, self._length = pack, device, length
+    def __init__(
+        self, pack: Pack, device: torch.device, max_tokens: int, length: int | None, min_tokens: int = 1
+    ) -> None:
+        """`length`: number of tokens to pad to; None: only segments shorter than `min_tokens` are padded, to these."""
+        self._pack, self._device, self._length, self._min_tokens = pack, device, length, min_tokens
         self.segments = cut_documents(pack.lengths.tolist(), max_tokens)
 
     def batch(self, index: int) -> tuple[Batch, Subtrees | None]:
         segment, pack = self.segments[index], self._pack
+        length = self._length
+        if length is None and segment.num_tokens < self._min_tokens:
+            length = self._min_tokens
         tokens = slice(segment.start, segment.end)
         start_D = pack.lengths.cumsum() - pack.lengths
         first, last = (int(start_D.searchsorted(token, "right")) - 1 for token in (segment.start, segment.end - 1))
         documents = slice(first, last + 1)
         lengths = pack.lengths[documents] if segment.is_whole else np.array([segment.num_tokens], np.int32)
         part = Pack(pack.tokens[tokens], pack.targets[tokens], lengths, pack.tags[documents])
-        batch = make_batch(part, self._device, self._length)
+        batch = make_batch(part, self._device, length)
         if segment.is_whole:
             return batch, None
-        return batch, Chain(segment.depth, segment.num_tokens, self._device, self._length)
+        return batch, Chain(segment.depth, segment.num_tokens, self._device, length)
 
 
 class TreeSegments:

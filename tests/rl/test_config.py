@@ -23,6 +23,11 @@ def test_the_gateway_takes_a_free_port_unless_one_is_given(tmp_path: Path) -> No
     assert make_config(tmp_path, gateway={"port": 8501}).gateway_port == 8501
 
 
+def test_ranks_that_share_packs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"mesh.context: RL deals whole trees to ranks, received 2; leave it out"):
+        make_config(tmp_path, train={"machine": {"mesh": {"context": 2}}})
+
+
 @pytest.mark.parametrize(("name", "value"), [("journal", "elsewhere"), ("records_experts", True)])
 def test_what_the_run_sets_itself_is_refused(tmp_path: Path, name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"gateway.{name} is set by the run"):

@@ -135,8 +135,8 @@ class WrongContext(ContextGroup):
     def size(self) -> int:
         return 1 if self.bug == "counted twice" else self.group.size()
 
-    def split(self, batch: BatchT, blank: BatchT) -> BatchT:
-        part = ContextGroup(self.group).split(batch, blank)
+    def split(self, batch: BatchT) -> BatchT:
+        part = ContextGroup(self.group).split(batch)
         own = Documents([part.tokens_N.shape[0]], CPU)
         name = {"own tokens alone": "bind", "own parents alone": "to_parent", "next positions": "position_N"}.get(
             self.bug

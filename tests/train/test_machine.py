@@ -106,6 +106,6 @@ def test_heads_are_divided_up_to_one_for_each_rank(context: int) -> None:
     MeshConfig(context=context).refuse_misfit(preset("m2-tiny"))
 
 
-def test_ranks_that_share_a_pack_do_not_walk() -> None:
-    with pytest.raises(ConfigError, match='do not walk; set recompute to "block" or "none"'):
-        build(MachineConfig, {"mesh": {"context": 2}, "recompute": "walk"})
+def test_ranks_that_share_a_segment_need_a_token_each() -> None:
+    with pytest.raises(ConfigError, match="segment_tokens 4 is less than"):
+        build(MachineConfig, {"mesh": {"context": 8}, "recompute": "walk", "walk": {"segment_tokens": 4}})

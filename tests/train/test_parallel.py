@@ -76,8 +76,6 @@ CASES = {
     "replicated, adapters, over trees": Case(REPLICATED, "trees", lora=ADAPTERS),
     "sharded, adapters, recomputed": Case(recompute="block", lora=ADAPTERS, kind="muon"),
     "replicated, walk over trees": Case(REPLICATED, "trees", walk=WALK, num_steps=1),
-    "sharded, walk over trees": Case(over="trees", walk=WALK, num_steps=1),
-    "sharded, walk, recomputed": Case(walk=WALK, recompute="block", moe=BALANCED, num_steps=1),
     "experts divided, M2": Case(DIVIDED, preset="m2-tiny", moe=BALANCED, num_steps=1, seed=1),
     "experts divided, replayed, muon, recomputed": Case(
         DIVIDED, "trees", kind="muon", recompute="block", moe=BALANCED, replay="recorded"
@@ -85,6 +83,8 @@ CASES = {
     "experts divided, walk over trees, adapters, offloaded": Case(
         DIVIDED, "trees", walk=WALK, lora=ADAPTERS, offload="host", seed=2
     ),
+    "packs shared, walk over trees, adapters": Case(SHARED, "trees", walk=WALK, lora=ADAPTERS, num_steps=1, seed=3),
+    "packs shared, walk, recomputed": Case(SHARED, walk=WALK, recompute="block", moe=BALANCED, num_steps=1),
     "packs shared, M2": Case(SHARED, preset="m2-tiny", moe=BALANCED, num_steps=1),
     "packs shared, replayed, muon, recomputed": Case(
         SHARED, "trees", kind="muon", recompute="block", moe=BALANCED, replay="recorded", seed=1
@@ -109,6 +109,8 @@ CASES_OF_FOUR = {
 if LONG:
     DRAWN: list[tuple[int, Over]] = [(seed, over) for seed in range(4, 9) for over in ("rows", "trees")]
     CASES |= {
+        "sharded, walk over trees": Case(over="trees", walk=WALK, num_steps=1),
+        "sharded, walk, recomputed": Case(walk=WALK, recompute="block", moe=BALANCED, num_steps=1),
         "experts divided, learnt bias, frozen main model": Case(DIVIDED, moe=LEARNT_BIAS, frozen=True),
         "experts divided, M2, walk over trees, muon": Case(
             DIVIDED, "trees", preset="m2-tiny", walk=WALK, kind="muon", replay="recorded"
