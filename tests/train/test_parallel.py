@@ -112,9 +112,7 @@ if LONG:
         "sharded, walk over trees": Case(over="trees", walk=WALK, num_steps=1),
         "sharded, walk, recomputed": Case(walk=WALK, recompute="block", moe=BALANCED, num_steps=1),
         "experts divided, learnt bias, frozen main model": Case(DIVIDED, moe=LEARNT_BIAS, frozen=True),
-        "experts divided, M2, walk over trees, muon": Case(
-            DIVIDED, "trees", preset="m2-tiny", walk=WALK, kind="muon", replay="recorded"
-        ),
+        "experts divided, M2, walk over trees, muon": Case(DIVIDED, "trees", preset="m2-tiny", walk=WALK, kind="muon"),
         **{f"experts divided, drawn {seed}, {over}": Case(DIVIDED, over, seed=seed) for seed, over in DRAWN},
         **{f"packs shared, drawn {seed}, {over}": Case(SHARED, over, seed=seed) for seed, over in DRAWN},
         "packs shared, learnt bias, frozen main model": Case(SHARED, moe=LEARNT_BIAS, frozen=True),
@@ -123,7 +121,7 @@ if LONG:
         "replicated and sharded": Case(BOTH, moe=BALANCED),
         "experts divided and sharded, six, adapters": Case(DIVIDED, lora=ADAPTERS, moe={"num_experts": 6}),
         "experts divided over all, M2": Case(DIVIDED_BY_FOUR, preset="m2-tiny", moe=BALANCED, offload="host"),
-        "experts divided and sharded, M2, over trees": Case(DIVIDED, "trees", preset="m2-tiny", replay="recorded"),
+        "experts divided and sharded, M2, over trees": Case(DIVIDED, "trees", preset="m2-tiny"),
         **{
             f"experts divided and {kind}, drawn {seed}, {over}": Case(mesh, over, seed=seed, moe=BALANCED)
             for seed, over in DRAWN
