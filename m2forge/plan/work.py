@@ -33,7 +33,7 @@ ROW_PASSES = 8
 
 @dataclass(frozen=True)
 class Work:
-    """Of one step of one rank."""
+    """Work of one step of one rank."""
 
     dense: float
     expert: float
