@@ -14,7 +14,7 @@ from m2forge.train.parallel import ProcessRanks
 from tests.conftest import LONG
 from tests.forked import forked_context
 
-TIMEOUT_S = 3600.0 if LONG else 200.0
+TIMEOUT_S = 3600.0 if LONG else 500.0
 """Time limit of the whole; a rank that waits for another gives up earlier. The longest scenario computes for 20 s, and
 takes over 120 s where others keep the cores busy."""
 
