@@ -144,7 +144,7 @@ def make_plan(workload: Workload, layout: Layout, gpu: GPU, price: float, networ
     traffic = link_bytes(step, layout)
 
     def rate(last: int) -> float:
-        """Of a link between neighbours up to `last` ranks apart."""
+        """Bandwidth of a link between neighbours up to `last` ranks apart."""
         return gpu.datasheet.nvlink if last <= NODE_GPUS else network_rate
 
     shard_rate, replica_rate = rate(layout.shard), rate(num_gpus)

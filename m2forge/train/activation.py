@@ -163,7 +163,7 @@ def stack_bytes(network: ModelConfig, batch: MicroBatch, walk: WalkConfig, item_
 
 
 def path_workspace(network: ModelConfig, batch: MicroBatch, walk: WalkConfig, item_bytes: int) -> int:
-    """Of one layer: gradients of the keys and values of the whole path, and from host memory a copy of these."""
+    """Bytes of one layer: gradients of the keys and values of the whole path, and from host memory a copy of these."""
     if batch.context <= walk.segment_tokens:
         return 0
     return batch.context * 2 * network.attention.kv_width * item_bytes * (2 if walk.stack == "host" else 1)
