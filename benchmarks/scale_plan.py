@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 from report import Bar, print_table
+from scale_walk import qwen3_30b_a3b
 
-from m2forge.model.config import AttentionConfig, ModelConfig, MoEConfig
+from m2forge.model.config import AttentionConfig, ModelConfig
 from m2forge.model.preset import preset
 from m2forge.plan.gpu import Rates, find_gpu
 from m2forge.plan.measure import fit, measure_step
@@ -43,26 +44,6 @@ def dense(hidden: int, layers: int, width: int, heads: int, kv_heads: int, vocab
     )
 
 
-def qwen3_moe(layers: int) -> ModelConfig:
-    """Layers of Qwen3-30B-A3B."""
-    return ModelConfig(
-        family="qwen3_moe",
-        vocab_size=151_936,
-        hidden_size=2048,
-        num_layers=layers,
-        attention=AttentionConfig(num_heads=32, num_kv_heads=4, head_dim=128, rotary_dim=128, qk_norm="head"),
-        moe=MoEConfig(
-            num_experts=128,
-            top_k=8,
-            intermediate_size=768,
-            scoring="softmax",
-            selection_bias=False,
-            bias_update="none",
-        ),
-        max_context=1 << 18,
-    )
-
-
 def step(network: ModelConfig, tokens: int, context: int, **changes: object) -> TrainingStep:
     batch = MicroBatch(tokens, context, tokens, network.num_mtp)
     return replace(TrainingStep(network, OptimizerConfig(), batch), **changes)  # type: ignore[arg-type]
@@ -83,7 +64,7 @@ def gpu_steps() -> dict[str, TrainingStep]:
         "m2-mini x 6 layers, 64K, walk": step(mini.with_layers(6), 65_536, 65_536, walk=WalkConfig()),
         "m2-mini, uneven documents": step(mini, 32_768, 6000),
         "M2 x 1 layer, 2 x 8192": step(preset("m2").with_layers(1), 16_384, 8192),
-        "Qwen3-30B-A3B x 4 layers, 4 x 4096": step(qwen3_moe(4), 16_384, 4096),
+        "Qwen3-30B-A3B x 4 layers, 4 x 4096": step(qwen3_30b_a3b().with_layers(4), 16_384, 4096),
         "dense 2048 x 8 layers, 1 x 16384": step(one, 16_384, 16_384),
         "dense 3072 x 6 layers, 8 x 4096": step(dense(3072, 6, 8192, 24, 8), 32_768, 4096),
         "SmolLM2-135M, 8 x 4096": step(small, 32_768, 4096),

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from report import Bar, print_table
 
+from m2forge.config import load
 from m2forge.model.build import build
-from m2forge.model.config import AttentionConfig, LoRAConfig, ModelConfig, MoEConfig
+from m2forge.model.config import LoRAConfig, ModelConfig
 from m2forge.model.lora import attach
 from m2forge.model.preset import preset
 from m2forge.model.transformer import Transformer
@@ -30,23 +31,12 @@ LONG, MIDDLE, WARM = 196_608, 65_536, 16_384
 """Lengths of paths: the bars', one where both ways are timed in repetition, and one to compile with."""
 SEGMENT, SMALL_SEGMENT = 8192, 2048
 WIDE = "walk, four times the branches"
+QWEN3 = Path(__file__).parents[1] / "configs" / "model" / "qwen3-30b-a3b.toml"
 
 
 def qwen3_30b_a3b() -> ModelConfig:
-    """The shape of Qwen3-30B-A3B. No balance loss: routers are frozen."""
-    return ModelConfig(
-        family="qwen3_moe",
-        vocab_size=151_936,
-        hidden_size=2048,
-        num_layers=48,
-        attention=AttentionConfig(
-            num_heads=32, num_kv_heads=4, head_dim=128, rotary_dim=128, rope_theta=1e6, qk_norm="head"
-        ),
-        moe=MoEConfig(
-            num_experts=128, top_k=8, intermediate_size=768, scoring="softmax", selection_bias=False, bias_update="none"
-        ),
-        max_context=262_144,
-    )
+    """The shape of Qwen3-30B-A3B, for paths beyond its context. No balance loss: routers are frozen."""
+    return load(ModelConfig, QWEN3).model_copy(update={"max_context": 1 << 18})
 
 
 def agent_tree(

@@ -49,7 +49,7 @@ class LiveRunner:
 
     def play(self, scene: Callable[[TaskRunner], Awaitable[T]]) -> T:
         """What `scene` gives; the event loop must not stall each time that it is played. It stalls on a busy machine
-        too: whoever starts a process waits until that has a processor."""
+        too: the process that starts another waits until that one gets a processor."""
 
         async def watched() -> tuple[T, float]:
             async with watched_stalls() as stalls:

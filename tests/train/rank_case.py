@@ -42,8 +42,9 @@ Bug = Literal["none", "mean", "mean of experts", "no gradient of weights", "no g
 """mean: gradients are averaged over the ranks; of experts: those alone. no gradient: what travels back to the tokens of
 the experts' operator. wrong rank: tokens travel to the next rank."""
 ContextBug = Literal["none", "own tokens alone", "own parents alone", "counted twice", "next positions"]
-"""Of ranks that share a pack. own: the attention, or the MTP modules, of a rank ignore the tokens of others. counted
-twice: each rank's loss is divided by the sum of what all hold. next positions: they begin anew on each rank."""
+"""Mistakes planted in ranks that share a pack. own: the attention, or the MTP modules, of a rank ignore the tokens of
+others. counted twice: each rank's loss is divided by the sum of what all hold. next positions: they start at 0 on each
+rank."""
 
 CPU = torch.device("cpu")
 LENGTHS = [[5, 4], [7], [2, 9]]
