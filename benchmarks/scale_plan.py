@@ -1,8 +1,8 @@
 """`benchmarks/scale.py --part plan`: what `m2forge plan` predicts, beside training steps that the train engine runs.
 
-Four configurations calibrate the rates of the GPU; twelve others are predicted with them. Peak memory is predicted
-from the configuration alone. Without a GPU, or with --quick, sixteen tiny configurations run on the CPU, where torch
-counts no memory and only the ratio of seconds is shown.
+Four configurations calibrate the rates of the GPU, from a guess that knows only its datasheet; thirteen others are
+predicted with them. Peak memory is predicted from the configuration alone. Without a GPU, or with --quick, sixteen tiny
+configurations run on the CPU, where torch counts no memory and only the ratio of seconds is shown.
 """
 
 import subprocess
@@ -16,7 +16,7 @@ from scale_walk import qwen3_30b_a3b
 
 from m2forge.model.config import AttentionConfig, ModelConfig
 from m2forge.model.preset import preset
-from m2forge.plan.gpu import Rates, find_gpu
+from m2forge.plan.gpu import DATASHEETS, REFERENCE, Rates
 from m2forge.plan.measure import fit, measure_step
 from m2forge.plan.work import step_work
 from m2forge.train.activation import MicroBatch
@@ -26,7 +26,7 @@ from m2forge.train.memory import TrainingStep, rank_memory
 NUM_CALIBRATING = 4
 LIMIT_S = 320.0
 """No configuration starts after this many seconds; those left out are named."""
-CPU_START = Rates(5e10, 3e10, 2e10, 5e9, 1e-3, "a guess to start from")
+CPU_START = Rates(5e10, 3e10, 2e10, 2e10, 5e9, 1e-3, "a guess to start from")
 
 
 def dense(hidden: int, layers: int, width: int, heads: int, kv_heads: int, vocab: int = 32_000) -> ModelConfig:
@@ -45,7 +45,7 @@ def dense(hidden: int, layers: int, width: int, heads: int, kv_heads: int, vocab
 
 
 def step(network: ModelConfig, tokens: int, context: int, **changes: object) -> TrainingStep:
-    batch = MicroBatch(tokens, context, tokens, network.num_mtp)
+    batch = MicroBatch(tokens, context, tokens, network.num_mtp, is_even=tokens % context == 0)
     return replace(TrainingStep(network, OptimizerConfig(), batch), **changes)  # type: ignore[arg-type]
 
 
@@ -53,10 +53,11 @@ def gpu_steps() -> dict[str, TrainingStep]:
     mini, one = preset("m2-mini").model_copy(update={"max_context": 1 << 18}), dense(2048, 8, 8192, 32, 8)
     small = dense(576, 30, 1536, 9, 3, 49_152)
     return {
-        "dense 2048 x 8 layers, 4 x 4096": step(one, 16_384, 4096),
+        "dense 2048 x 8 layers, 32K, walk": step(one, 32_768, 32_768, walk=WalkConfig()),
         "m2-mini, 8 x 4096": step(mini, 32_768, 4096),
         "m2-mini x 6 layers, 1 x 32768": step(mini.with_layers(6), 32_768, 32_768),
         "SmolLM2-135M, 2 x 2048": step(small, 4096, 2048),
+        "dense 2048 x 8 layers, 4 x 4096": step(one, 16_384, 4096),
         "m2-mini, 16 x 2048": step(mini, 32_768, 2048),
         "m2-mini, 1 MTP module, 4 x 4096": step(mini.model_copy(update={"num_mtp": 1}), 16_384, 4096),
         "m2-mini, 8 x 4096, recompute block": step(mini, 32_768, 4096, recompute="block"),
@@ -89,7 +90,7 @@ def cpu_steps() -> dict[str, TrainingStep]:
 def plan(quick: bool) -> list[Bar]:
     is_cuda = torch.cuda.is_available() and not quick
     device = torch.device("cuda" if is_cuda else "cpu")
-    steps, start = (gpu_steps(), _gpu_rates()) if is_cuda else (cpu_steps(), CPU_START)
+    steps, start = (gpu_steps(), _gpu_guess()) if is_cuda else (cpu_steps(), CPU_START)
     measured, left_out, began_s = {}, [], time.monotonic()
     for name, found in steps.items():
         if time.monotonic() - began_s > LIMIT_S:
@@ -128,10 +129,12 @@ def plan(quick: bool) -> list[Bar]:
     return bars
 
 
-def _gpu_rates() -> Rates:
+def _gpu_guess() -> Rates:
+    """Shares of the datasheet's peaks, to start from."""
     name = torch.cuda.get_device_name()
-    known = next((short for short in ("H200", "H100", "A100", "B200") if short in name), "H200")
-    return find_gpu(known).rates
+    sheet = DATASHEETS[next((short for short in DATASHEETS if short in name), REFERENCE)]
+    products, flex = 0.7 * sheet.peak_flops, 0.5 * sheet.peak_flops
+    return Rates(products, products, products, flex, 0.5 * sheet.bandwidth, 1e-3, "a guess to start from")
 
 
 def _device_name(device: torch.device) -> str:

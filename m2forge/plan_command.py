@@ -122,7 +122,7 @@ def _pretrain_workload(config: "PretrainConfig") -> "Workload":
     return Workload(
         f"{config.name}, phase {phase.name}",
         network,
-        MicroBatch(phase.pack_tokens, phase.context, phase.pack_tokens, num_mtp),
+        MicroBatch(phase.pack_tokens, phase.context, phase.pack_tokens, num_mtp, is_even=False),
         phase.packs_per_step,
         config.train.optimizer,
         offload=config.train.machine.offload,
@@ -141,7 +141,12 @@ def _sft_workload(config: "SFTConfig") -> "Workload":
         config.name,
         network,
         MicroBatch(
-            config.pack_tokens, config.data.context, config.pack_tokens, network.num_mtp, config.train.lora is None
+            config.pack_tokens,
+            config.data.context,
+            config.pack_tokens,
+            network.num_mtp,
+            config.train.lora is None,
+            is_even=False,
         ),
         config.packs_per_step,
         config.train.optimizer,
@@ -166,7 +171,7 @@ def _rl_workload(config: "RLConfig") -> "Workload":
     return Workload(
         config.name,
         network,
-        MicroBatch(tokens, context, tokens, num_mtp, config.train.lora is None),
+        MicroBatch(tokens, context, tokens, num_mtp, config.train.lora is None, is_even=False),
         None,
         config.train.optimizer,
         config.train.lora,

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
+MOST_KEY_PADDING = 127
+"""Keys behind a path's last that a kernel may read, in whole blocks of 128."""
+
+
 class PathTensor:
     """Keys or values of one layer."""
 
@@ -47,16 +51,18 @@ class PathTensor:
             return torch.zeros(self._shape, dtype=dtype, pin_memory=self._device.type == "cuda")
         return torch.zeros(self._shape, dtype=dtype, device=self._device)
 
-    def join(self, depth: int, own_NGK: Tensor, writes: bool) -> Tensor:
-        """The path above, `depth` tokens, and `own_NGK` behind it. `writes`: whether segments below will read them."""
+    def join(self, depth: int, own_NGK: Tensor, num_keys: int, writes: bool) -> Tensor:
+        """The path above, `depth` tokens, `own_NGK` behind it, and padding up to `num_keys`. `writes`: whether segments
+        below will read them."""
         end = depth + own_NGK.shape[0]
         if self._on_host:
             if writes:
                 self.x_PGK[depth:end] = own_NGK
-            return torch.cat((self.x_PGK[:depth].to(self._device), own_NGK))
+            padding = own_NGK.new_zeros(num_keys - end, *own_NGK.shape[1:])
+            return torch.cat((self.x_PGK[:depth].to(self._device), own_NGK, padding))
         # Written in any case: a view of the buffer saves a copy of the path in each layer.
         self.x_PGK[depth:end] = own_NGK
-        return self.x_PGK[:end].detach()
+        return self.x_PGK[:num_keys].detach()
 
     def add_grad(self, grad_PGK: Tensor) -> None:
         """Adds the gradient of the path's first tokens."""
@@ -76,7 +82,7 @@ class PathTensor:
 class PathStack:
     def __init__(self, num_tokens: int, on_host: bool = False) -> None:
         """`num_tokens`: those of the longest path, with the padding of a segment at its end."""
-        self._num_tokens, self._on_host = num_tokens, on_host
+        self._num_tokens, self._on_host = num_tokens + MOST_KEY_PADDING, on_host
         self._tensors: dict[tuple[str, int], PathTensor] = {}
 
     def at(self, kind: str, layer: int, like_NGK: Tensor) -> PathTensor:
@@ -97,29 +103,35 @@ class _Join(torch.autograd.Function):
     """Keys or values of the path up to the segment's end, from the segment's own."""
 
     @staticmethod
-    def forward(ctx: Any, own_NGK: Tensor, tensor: PathTensor, depth: int, num_inner: int, writes: bool) -> Tensor:
+    def forward(
+        ctx: Any, own_NGK: Tensor, tensor: PathTensor, depth: int, num_keys: int, num_inner: int, writes: bool
+    ) -> Tensor:
         """`num_inner`: the segment's tokens that segments below attend to."""
-        ctx.tensor, ctx.depth, ctx.num_inner = tensor, depth, num_inner
-        return tensor.join(depth, own_NGK, writes)
+        ctx.tensor, ctx.depth, ctx.num_own, ctx.num_inner = tensor, depth, own_NGK.shape[0], num_inner
+        return tensor.join(depth, own_NGK, num_keys, writes)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_PGK: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad_PGK: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         tensor, depth, num_inner = ctx.tensor, ctx.depth, ctx.num_inner
         if depth:
             tensor.add_grad(grad_PGK[:depth])
-        own_NGK = grad_PGK[depth:]
+        own_NGK = grad_PGK[depth : depth + ctx.num_own]
         below_NGK = tensor.take_grad(depth, depth + num_inner) if num_inner else None
         if below_NGK is not None:
             total_NGK = own_NGK.to(below_NGK.dtype, copy=True)
             total_NGK[:num_inner] += below_NGK
             own_NGK = total_NGK.to(own_NGK.dtype)
-        return own_NGK, None, None, None, None
+        return own_NGK, None, None, None, None, None
 
 
 @dataclass(frozen=True)
 class _PlainAttend:
     mask_NP: Tensor
+
+    @property
+    def num_keys(self) -> int:
+        return self.mask_NP.shape[1]
 
     def __call__(self, q_NHK: Tensor, k_PGK: Tensor, v_PGK: Tensor) -> Tensor:
         return path_attention_plain(q_NHK, k_PGK, v_PGK, self.mask_NP)
@@ -128,6 +140,11 @@ class _PlainAttend:
 @dataclass(frozen=True)
 class _FlexAttend:
     mask: "BlockMask"
+
+    @property
+    def num_keys(self) -> int:
+        """In whole blocks."""
+        return int(self.mask.seq_lengths[1])
 
     def __call__(self, q_NHK: Tensor, k_PGK: Tensor, v_PGK: Tensor) -> Tensor:
         from m2forge.kernels.flex import path_flex
@@ -246,7 +263,9 @@ class PathAttend:
 
     def _joined(self, kind: str, own_NGK: Tensor) -> Tensor:
         plan = self.plan
-        tensor = plan.stack.at(kind, self.layer, own_NGK)
+        tensor, num_keys = plan.stack.at(kind, self.layer, own_NGK), self.attend.num_keys
         num_inner, writes = 0 if plan.is_leaf else plan.num_tokens, not torch.is_grad_enabled()
-        joined: Tensor = _Join.apply(own_NGK, tensor, plan.depth, num_inner, writes)  # type: ignore[no-untyped-call]
+        joined: Tensor = _Join.apply(  # type: ignore[no-untyped-call]
+            own_NGK, tensor, plan.depth, num_keys, num_inner, writes
+        )
         return joined

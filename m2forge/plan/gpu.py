@@ -44,7 +44,9 @@ class Rates:
     expert: float
     """FLOPS of the experts' grouped products."""
     attention: float
-    """FLOPS of attention."""
+    """FLOPS of attention over sequences of one length: products, and the softmax in units of them."""
+    flex_attention: float
+    """The same of FlexAttention, which packed documents and walks run; trees take about as long."""
     bandwidth: float
     """Bytes per second of what products do not hide: norms, gates, sorting, optimizer."""
     block_s: float
@@ -60,6 +62,7 @@ class Rates:
             dense=self.dense * products,
             expert=self.expert * products,
             attention=self.attention * products,
+            flex_attention=self.flex_attention * products,
             bandwidth=self.bandwidth * memory,
             origin=origin,
         )
@@ -67,15 +70,16 @@ class Rates:
 
 MEASURED = {
     "H200": Rates(
-        dense=642e12,
-        expert=719e12,
-        attention=579e12,
-        bandwidth=2.31e12,
-        block_s=0.0,
-        origin="fitted to five steps of benchmarks/model.py at 01a4275 and pretrain.py at 3160216, within 3.4%",
+        dense=737e12,
+        expert=738e12,
+        attention=938e12,
+        flex_attention=714e12,
+        bandwidth=2.56e12,
+        block_s=2.54e-3,
+        origin="fitted to the seventeen steps of benchmarks/scale.py --part plan, within 6.1%",
     )
 }
-"""Rates found by measurement, by GPU. The five steps were too large to show how long kernel launches take."""
+"""Rates found by measurement, by GPU."""
 REFERENCE = "H200"
 
 

@@ -1,7 +1,7 @@
 """One rank's share of a training step, run by the train engine: seconds and peak memory; rates fitted to them.
 
 `fit` finds the rates that explain measured steps best: it minimizes the squared logarithms of predicted over measured
-seconds, with a weak pull towards the rates it starts from, because few steps cannot tell all five apart.
+seconds, with a weak pull towards the rates it starts from, because few steps cannot tell all six apart.
 """
 
 import gc
@@ -26,13 +26,13 @@ from m2forge.train.engine import TrainEngine
 from m2forge.train.machine import machine_settings, set_up_model
 from m2forge.train.memory import TrainingStep, rank_memory
 
-FITTED = ("dense", "expert", "attention", "bandwidth", "block_s")
+FITTED = ("dense", "expert", "attention", "flex_attention", "bandwidth", "block_s")
 PULL = 0.01
 """Weight of the squared distance from the first rates."""
 NUM_WARM_UPS = 2
 FILLED_SHARE = 0.85
 """Share of the free memory that a calibrating step may need."""
-MIN_CALIBRATING = 3
+MIN_CALIBRATING = 4
 FIRST_BLOCK_S = 1e-3
 """Where the search for an unknown time of launches begins."""
 
@@ -133,12 +133,14 @@ def _moved(start: Rates, logs: Sequence[float]) -> Rates:
 
 
 def calibrating_steps(network: ModelConfig, optimizer: OptimizerConfig, free_bytes: float) -> list[TrainingStep]:
-    """Steps of a network's first layers that fit on one GPU: more and fewer layers, tokens and context."""
+    """Steps of a network's first layers that fit on one GPU: more and fewer layers, tokens and context, and documents of
+    two lengths, which FlexAttention serves."""
     steps: list[TrainingStep] = []
     for num_layers in range(min(4, network.num_layers), 0, -1):
         part = network.with_layers(num_layers)
-        for tokens, context in ((16_384, 4096), (16_384, 16_384), (4096, 2048)):
-            batch = MicroBatch(tokens, min(context, network.max_context), tokens, network.num_mtp)
+        for tokens, context in ((16_384, 4096), (16_384, 16_384), (16_384, 10_000), (4096, 2048)):
+            context = min(context, network.max_context)
+            batch = MicroBatch(tokens, context, tokens, network.num_mtp, is_even=tokens % context == 0)
             step = TrainingStep(part, optimizer, batch)
             if rank_memory(step).total < FILLED_SHARE * free_bytes:
                 steps.append(step)

@@ -5,6 +5,7 @@ Per token and block, with the widths of train/activation.py and c visible keys o
     dense        2 · weights of qkv, output, router, and dense FFN      forward; twice as much backward
     expert       2 · 3 · K · D · F                                      the same
     attention    4 · Q · c                                              forward; 2.5 times as much backward
+    softmax      4 · heads · SOFTMAX_WIDTH · c, in units of attention   the same
     head         2 · D · vocabulary at each target                      the same as dense, per loss
 
 A frozen weight (LoRA) needs no product for its own gradient: once as much backward. Activation checkpointing runs the
@@ -12,7 +13,7 @@ blocks forward once more, a walk runs all segments but the last of each path onc
 
 Seconds of a step on rates r:
 
-    products = dense / r.dense + expert / r.expert + attention / r.attention + bytes / r.bandwidth
+    products = dense / r.dense + expert / r.expert + (attention + softmax) / r.attention + bytes / r.bandwidth
     step = micro-batches · max(products, blocks · r.block_s) + optimizer's bytes / r.bandwidth
 """
 
@@ -25,6 +26,9 @@ from m2forge.train.memory import TrainingStep, Weight, weights
 
 ATTENTION_BACKWARD = 2.5
 """Products of the backward pass of attention, in those of its forward pass: five instead of two."""
+SOFTMAX_WIDTH = 86
+"""Width of a head whose products take as long as the softmax of its scores: on an H200 attention reaches 579 TFLOPS
+with heads of 128 and 413 with heads of 64."""
 SAVED_PASSES = 4
 """Times that what a block saves passes through memory: written and read, and its gradient too."""
 ROW_PASSES = 8
@@ -38,6 +42,9 @@ class Work:
     dense: float
     expert: float
     attention: float
+    softmax: float
+    is_flex: bool
+    """Whether attention is FlexAttention."""
     num_bytes: float
     """Through memory, forward and backward."""
     num_blocks: float
@@ -58,7 +65,7 @@ class Work:
         return {
             "dense products": self.dense / rates.dense,
             "expert products": self.expert / rates.expert,
-            "attention": self.attention / rates.attention,
+            "attention": self._attention_s(rates),
             "memory bandwidth": self.num_bytes / rates.bandwidth,
             "kernel launches": max(0.0, host_s - device_s),
             "optimizer": self.update_bytes / rates.bandwidth,
@@ -68,9 +75,12 @@ class Work:
         return (
             self.dense / rates.dense
             + self.expert / rates.expert
-            + self.attention / rates.attention
+            + self._attention_s(rates)
             + self.num_bytes / rates.bandwidth
         )
+
+    def _attention_s(self, rates: Rates) -> float:
+        return (self.attention + self.softmax) / (rates.flex_attention if self.is_flex else rates.attention)
 
 
 def step_work(step: TrainingStep) -> Work:
@@ -97,6 +107,8 @@ def step_work(step: TrainingStep) -> Work:
         dense=step.num_batches * dense,
         expert=step.num_batches * expert,
         attention=step.num_batches * attention,
+        softmax=step.num_batches * attention * SOFTMAX_WIDTH / network.attention.head_dim,
+        is_flex=not batch.is_even or step.walk is not None,
         num_bytes=step.num_batches * num_bytes,
         num_blocks=step.num_batches * batch.segments(step.walk) * len(step.layers) * (1 + again / 3),
         update_bytes=update_bytes(step),

@@ -40,6 +40,8 @@ class MicroBatch:
     """MTP modules that run."""
     trains_main: bool = True
     """Whether the weights outside the modules, the LM head among them, get a gradient."""
+    is_even: bool = True
+    """Whether its sequences are equally long and do not branch: torch's own attention serves these alone."""
 
     def segments(self, walk: WalkConfig | None) -> int:
         """Segments that run one after another: of rows, pieces of documents up to `segment_tokens`."""

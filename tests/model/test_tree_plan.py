@@ -151,15 +151,18 @@ def test_block_masks_of_a_segment_hold_its_visible_pairs(
 
     geometry = exit_of(layout), position_of(layout) + num_above, num_above, size, num_sinks
     mask, num_keys = block_mask(*geometry), num_above + layout.num_tokens
-    assert mask.seq_lengths == (layout.num_tokens, num_keys)
+    num_blocks = [-(-num // BLOCK) for num in (layout.num_tokens, num_keys)]
+    assert mask.seq_lengths == tuple(num * BLOCK for num in num_blocks)
     partial = listed_blocks(mask.kv_num_blocks, mask.kv_indices)
     full = listed_blocks(mask.full_kv_num_blocks, mask.full_kv_indices)
     assert not partial & full
     # A full block is not tested key by key, so it must not reach past the last key.
     assert all((k_block + 1) * BLOCK <= num_keys for _, k_block in full)
-    q_N, k_K = torch.arange(layout.num_tokens), torch.arange(num_keys)
+    q_N, k_K = (torch.arange(length) for length in mask.seq_lengths)
     tested_QK = mask.mask_mod(q_N.new_tensor(0), q_N.new_tensor(0), q_N[:, None], k_K[None, :])
-    assert torch.equal(seen_by_kernel(partial, full, tested_QK), path_mask(*geometry))
+    seen_QK = seen_by_kernel(partial, full, tested_QK)[: layout.num_tokens]
+    assert torch.equal(seen_QK[:, :num_keys], path_mask(*geometry))
+    assert not seen_QK[:, num_keys:].any()
 
 
 def test_block_masks_skip_what_nobody_sees() -> None:

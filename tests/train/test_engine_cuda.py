@@ -27,6 +27,12 @@ SAFE_MARGIN = 1e-6
 """Float32 scores of experts are nearer than this to the exact ones: no choice may hang on less."""
 
 
+@pytest.fixture(autouse=True)
+def _compiles_afresh() -> None:
+    """Torch stops compiling a function after eight kinds of calls in a process; a run makes fewer."""
+    torch._dynamo.reset()
+
+
 def tiny() -> ModelConfig:
     config = preset("m2-tiny")
     assert config.moe is not None
