@@ -133,8 +133,8 @@ def _moved(start: Rates, logs: Sequence[float]) -> Rates:
 
 
 def calibrating_steps(network: ModelConfig, optimizer: OptimizerConfig, free_bytes: float) -> list[TrainingStep]:
-    """Steps of a network's first layers that fit on one GPU: more and fewer layers, tokens and context, and documents of
-    two lengths, which FlexAttention serves."""
+    """Steps of a network's first layers that fit on one GPU: more and fewer layers, tokens and context, and one of
+    documents of two lengths, which FlexAttention serves."""
     steps: list[TrainingStep] = []
     for num_layers in range(min(4, network.num_layers), 0, -1):
         part = network.with_layers(num_layers)
