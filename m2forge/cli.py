@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from m2forge import __version__, plan_command, server_command, tasks_command
 from m2forge.command_option import add_dry_run, add_revision, add_set
 from m2forge.errors import ConfigError, M2ForgeError, NotFoundError, suggest
+from m2forge.importing import importing
 
 if TYPE_CHECKING:
     from m2forge.pretrain.config import PretrainConfig
@@ -137,7 +138,8 @@ def command_pretrain(args: argparse.Namespace) -> None:
         config = _pinned(config, args.runs)
         print_dry_run({"--set": config}, lambda: describe_pretrain(config, args.runs))
         return
-    from m2forge.pretrain.stage import run_pretrain
+    with importing():
+        from m2forge.pretrain.stage import run_pretrain
 
     folder = run_pretrain(config, args.runs)
     print(f"wrote {folder}; metrics in {folder.parent / 'metrics.jsonl'}")
@@ -155,7 +157,8 @@ def command_sft(args: argparse.Namespace) -> None:
         config = _pinned(config, args.runs)
         print_dry_run({"--set": config}, lambda: describe_sft(config, args.runs))
         return
-    from m2forge.sft.stage import run_sft
+    with importing():
+        from m2forge.sft.stage import run_sft
 
     folder = run_sft(config, args.runs)
     print(f"wrote {folder}; metrics in {folder.parent / 'metrics.jsonl'}")
@@ -173,7 +176,8 @@ def command_rl(args: argparse.Namespace) -> None:
         config = _pinned(config, args.runs)
         print_dry_run({"--set": config}, lambda: describe_rl(config, args.runs))
         return
-    from m2forge.rl.loop import run_rl
+    with importing():
+        from m2forge.rl.loop import run_rl
 
     folder, checks = run_rl(config, args.runs)
     for check in checks:
@@ -191,7 +195,8 @@ def command_pipeline(args: argparse.Namespace) -> None:
 
         print_dry_run({"--set": config}, lambda: describe_pipeline(config, args.runs))
         return
-    from m2forge.pipelines.run import run_pipeline
+    with importing():
+        from m2forge.pipelines.run import run_pipeline
 
     run_dir = run_pipeline(config, args.runs)
     print(f"wrote {run_dir}; yields in {run_dir / 'yields.json'}")
@@ -212,12 +217,14 @@ def command_eval(args: argparse.Namespace) -> None:
     from rich.console import Console
 
     if config.measures:
-        from m2forge.evaluate.run import run_eval
+        with importing():
+            from m2forge.evaluate.run import run_eval
 
         run_eval(config, console=Console())
         print(f"wrote {config.output}: the report, the table and the plots")
     if config.trials is not None:
-        from m2forge.trials.run import run_trials
+        with importing():
+            from m2forge.trials.run import run_trials
 
         run_trials(config, console=Console())
         print(f"wrote {config.output}: the trials and their report")
@@ -275,7 +282,8 @@ def command_chat(args: argparse.Namespace) -> None:
         raise ConfigError(f"--sampling n={params.n}: an answer is one completion; leave n out")
     if updates := sorted({"on_weight_update", "stale_cache"} & config.model_fields_set):
         raise ConfigError(f"--set {updates[0]}: chat never updates the weights; leave it out")
-    from m2forge.inference.chat import run_chat
+    with importing():
+        from m2forge.inference.chat import run_chat
 
     run_chat(
         args.model,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from m2forge.command_option import add_dry_run, add_revision, add_set
 from m2forge.errors import ConfigError
+from m2forge.importing import importing
 
 if TYPE_CHECKING:
     from m2forge.protocols import Engine
@@ -43,7 +44,8 @@ def run_serve(args: argparse.Namespace) -> None:
         print_dry_run({"--set": config}, lambda: describe_server(args.model, args.revision, config))
         return
     key, key_lines = _find_key(args.key_file, "key")
-    from m2forge.inference.server import serve
+    with importing():
+        from m2forge.inference.server import serve
 
     serve(
         args.model,

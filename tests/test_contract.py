@@ -36,6 +36,7 @@ FLOORS = (
         "key",
         "listener",
         "logit_chunk",
+        "importing",
         "loop_thread",
         "observe",
         "python_source",

@@ -4,22 +4,27 @@
     python tests/worker_server.py ADDRESS     a client: execnet starts it as a worker's Python
 
 The client hands its standard streams to the worker, over which execnet talks to it, and lives as long as the worker.
-A worker collects again, but finds every module imported. The server runs no test and starts no thread (but one of
+A worker collects again, but finds every module imported, and so do the processes that its tests fork (tests/forked.py).
+The server runs no test and starts no thread (but one of
 pyarrow's allocator, which allows it), so that a worker begins without locks of another process.
 """
 
 import array
 import contextlib
 import gc
+import itertools
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
+from unittest import mock
 
 STREAMS = (0, 1, 2)
 BOOTSTRAP = "import sys; exec(eval(sys.stdin.readline()))"
@@ -93,6 +98,27 @@ def _take_streams(connection: socket.socket) -> None:
     sys.stdin = open(0)  # noqa: SIM115  (a stream of the process)
 
 
+def start_fork_server() -> None:
+    """Fork the server that multiprocessing would start: a fresh one would import what this process has imported."""
+
+    def fork(path: str, command: Sequence[str], kept: Sequence[int]) -> int:
+        if server := os.fork():
+            return server
+        setattr(forkserver._forkserver, "_lock", threading.Lock())  # noqa: B010  (this process holds the one before)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), STREAMS[0])
+        os.dup2(STREAMS[2], STREAMS[1])  # execnet reads what a worker writes to its standard output
+        for before, after in itertools.pairwise([STREAMS[2], *sorted(kept), os.sysconf("SC_OPEN_MAX")]):
+            os.closerange(before + 1, after)
+        try:
+            exec(command[-1])
+        finally:
+            os._exit(0)
+
+    resource_tracker.ensure_running()  # a small process of its own
+    with mock.patch.object(util, "spawnv_passfds", fork):
+        forkserver.ensure_running()
+
+
 def be_client(address: str) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
@@ -107,6 +133,7 @@ if __name__ == "__main__" and sys.flags.isolated:
 elif __name__ == "__main__":
     collect()
     serve(int(sys.argv[1]))
+    start_fork_server()
     # As in a process that execnet has started: one that this process spawns imports nothing for its main module.
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     exec(BOOTSTRAP, vars(main))

@@ -11,15 +11,15 @@ tasks' tools: it runs the families' code in worker processes and adds each call'
 
 import asyncio
 import contextlib
-import gc
 import os
 import socket
 import sys
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from m2forge.config import load_resolved
 from m2forge.errors import ConfigError, NotFoundError, TrainingError
+from m2forge.importing import importing
 from m2forge.observe.log import set_up_logging
 from m2forge.records import JsonValue, Task
 from m2forge.rl.child import end_with_error
@@ -32,18 +32,6 @@ from m2forge.train.run_dir import CONFIG_FILE
 MODULE = "m2forge.rl.child_main"
 MAX_PERF = 1.0
 """Upper bound of a posted reward, because it counts as the perf of a deployed agent's episode."""
-
-
-@contextlib.contextmanager
-def importing() -> Iterator[None]:
-    """Imports make a million objects and no garbage: without collections they take a tenth less time, and later
-    collections leave these objects out."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def run_trainer(run_dir: Path) -> None:
