@@ -15,6 +15,7 @@ PRELOADED = (
     "m2forge.train.parallel",
     "tests.gateway.gateway_process",
     "tests.pool.worker",
+    "torch._dynamo",
     "torch.distributed.fsdp",
 )
 

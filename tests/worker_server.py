@@ -12,6 +12,7 @@ pyarrow's allocator, which allows it), so that a worker begins without locks of 
 import array
 import contextlib
 import gc
+import importlib
 import itertools
 import os
 import select
@@ -57,11 +58,15 @@ def collect() -> None:
     import pytest
     import torch
 
+    from tests import forked
+
     torch.set_num_threads(1)  # threads of its own would be missing in the workers
     before = os.environ.get(PARALLEL)
     os.environ[PARALLEL] = "false"
     with Path(os.devnull).open("w") as silent, contextlib.redirect_stdout(silent):
         pytest.main(["--collect-only", "-qqq", "-p", "no:cacheprovider"])
+        for module in forked.PRELOADED:
+            importlib.import_module(module)
     os.environ.pop(PARALLEL)
     if before is not None:
         os.environ[PARALLEL] = before
