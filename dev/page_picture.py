@@ -25,7 +25,7 @@ from m2forge.listener import address
 from m2forge.page.serve import bind, make_page, make_server
 
 Scheme = Literal["light", "dark"]
-CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CHROMIUM = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 MAX_BYTES = 200_000
 """The repository holds these pictures: a larger one is refused."""
 SETTLE_MS = 1500

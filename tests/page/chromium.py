@@ -1,4 +1,5 @@
-"""A real Chromium for the tests: one on the PATH, else Playwright's own. `dev/chromium.sh` brings one where it can."""
+"""A real Chromium for the tests: one on the PATH, its headless shell first, else Playwright's own. `dev/chromium.sh`
+brings one where it can."""
 
 import shutil
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
 @contextmanager
