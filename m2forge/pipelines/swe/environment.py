@@ -98,7 +98,9 @@ class Runner:
     async def image(self, candidate: Candidate, environment: Environment) -> TaskImage:
         """The image of the files that the task folder will have, built once."""
         toolchain = TOOLCHAINS[environment.toolchain]
-        files = await asyncio.to_thread(toolchain.files, candidate.package, candidate.release, environment)
+        files = await asyncio.to_thread(
+            toolchain.files, candidate.package, candidate.release, environment, candidate.targets
+        )
         with tempfile.TemporaryDirectory() as scratch:
             context = Path(scratch) / "environment"
             await asyncio.to_thread(write_files, context, files)

@@ -5,21 +5,22 @@ and no more than `MAX_BROKEN` of all: a fault that breaks everything teaches not
 tests execute, only those targets run that execute the fault. The candidate's base is the faulty tree without the test
 functions that failed; its golden patch undoes the fault, its test patch restores the functions. Both together make the
 release again, so the runs after the golden patch are those of the release, and three of them serve all bugs. The run in
-which the fault was tried is one of the three before the patch.
+which the fault was tried is one of the three before the patch. Faults of one line are mutants of one another's golden
+patch, so their runs serve the gate of mutants too.
 """
 
 import ast
 import asyncio
 import random
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
 from m2forge.pipelines.stage import Rejection
 from m2forge.pipelines.swe import grammar
 from m2forge.pipelines.swe.candidate import Candidate, make_candidate
 from m2forge.pipelines.swe.environment import MutantLimit, Runner, build, mutant_limit
-from m2forge.pipelines.swe.mutation import Mutation, functions, mutations
+from m2forge.pipelines.swe.mutation import Mutation, functions, mutant_key, mutations
 from m2forge.pipelines.swe.toolchains.table import detect
 from m2forge.pipelines.swe.toolchains.toolchain import Coverage, Environment, Outcomes, TestRun, Toolchain
 from m2forge.pipelines.swe.tree import Release, Tree
@@ -47,6 +48,8 @@ class Sound:
     image: TaskImage
     runs: tuple[TestRun, ...]
     """Three finished runs of all tests."""
+    trial_image: TaskImage | None = None
+    """The image in which faults are tried; None: `image`."""
 
     @property
     def passing(self) -> frozenset[str]:
@@ -72,7 +75,8 @@ async def prepare_release(package: str, release: Release, licence: str, runner: 
     runs = (restricted(built.run, targets), *repeated)
     if problem := next((run.problem for run in runs if run.problem is not None), None):
         return Rejection("unfinished", {"problem": problem})
-    sound = Sound(package, release, licence, toolchain, built.environment, built.image, runs)
+    trial_image = await runner.image(replace(whole, targets=targets), toolchain.trial_environment(built.environment))
+    sound = Sound(package, release, licence, toolchain, built.environment, built.image, runs, trial_image)
     return sound if sound.passing else Rejection("no P2P", {"output": built.run.output[-3000:]})
 
 
@@ -83,14 +87,17 @@ class Bug:
     """Runs of the candidate's targets in the faulty tree with all tests."""
     after: tuple[TestRun, ...]
     """Runs of the candidate's targets in the release, which is the tree that its patches make."""
+    mutants: Mapping[str, TestRun] = field(default_factory=dict)
+    """Runs with other faults of the same line, by `mutant_key`."""
 
 
 async def inject(sound: Sound, num: int, runner: Runner, generator: random.Random) -> list[Bug]:
     """Up to `num` bugs, each with another fault."""
     faults = _faults(sound, generator, num * MAX_TRIES)
-    limit = await _limit(sound, faults[0][0], runner) if faults else mutant_limit(0.0)
+    cpu_s = await _longest_run(sound, faults[0][0], runner) if faults else 0.0
     reach = await _measure_reach(sound, runner)
-    waiting, found = iter(enumerate(faults)), dict[int, Bug]()
+    image = sound.trial_image or sound.image
+    waiting, found, tried = iter(enumerate(faults)), dict[int, Bug](), dict[int, TestRun]()
 
     async def work() -> None:
         for number, (path, mutation) in waiting:
@@ -98,13 +105,15 @@ async def inject(sound: Sound, num: int, runner: Runner, generator: random.Rando
             targets = _reaching(reach, path, source, mutation)
             if not targets:
                 continue
-            own_limit = _own_limit(limit, [reach[target] for target in targets])
-            run = await _try(sound, path, mutation.apply(source), targets, runner, own_limit)
+            limit = _limit(cpu_s, [reach[target] for target in targets])
+            run = tried[number] = await _try(sound, image, path, mutation.apply(source), targets, runner, limit)
             # Tests that never reach the fault do as they do in the release.
             others = {id: Outcomes.PASSED for id in sound.passing if id.partition("::")[0] not in targets}
             if (broken := broken_tests(sound.passing, replace(run, tests={**run.tests, **others}))) is not None:
                 candidate = await asyncio.to_thread(_candidate, sound, path, mutation, broken)
                 if isinstance(candidate, Candidate):
+                    # Limits of later runs go by it, and the images of bugs compile what the release's own compiles.
+                    run = replace(run, cpu_s=max(run.cpu_s, cpu_s)) if sound.toolchain.is_compiled else run
                     before, *after = (restricted(one, candidate.targets) for one in (run, *sound.runs))
                     found[number] = Bug(candidate, (before,), tuple(after))
             if len(found) >= num:
@@ -112,7 +121,17 @@ async def inject(sound: Sound, num: int, runner: Runner, generator: random.Rando
 
     await asyncio.gather(*(work() for _ in range(NUM_SANDBOXES)))
     # All faults before the last one were tried, so those that count are the first ones.
-    return [found[number] for number in sorted(found)[:num]]
+    bugs = sorted(found)[:num]
+    keys = {number: _key(sound, *faults[number]) for number in tried if number <= max(bugs, default=-1)}
+    lines = {number: (faults[number][0], faults[number][1].line) for number in keys}
+    return [
+        replace(found[bug], mutants={keys[one]: tried[one] for one in keys if one != bug and lines[one] == lines[bug]})
+        for bug in bugs
+    ]
+
+
+def _key(sound: Sound, path: str, mutation: Mutation) -> str:
+    return mutant_key(path, mutation.apply(sound.release.tree[path].content.decode()))
 
 
 async def _measure_reach(sound: Sound, runner: Runner) -> dict[str, Coverage | None]:
@@ -135,27 +154,33 @@ def _reaching(reach: Mapping[str, Coverage | None], path: str, source: str, muta
     )
 
 
-def _own_limit(limit: MutantLimit, reach: Sequence[Coverage | None]) -> MutantLimit:
-    """The limit of a run of some targets."""
+def _limit(cpu_s: float, reach: Sequence[Coverage | None]) -> MutantLimit:
+    """The limit of a run of some targets. `cpu_s`: CPU time of a run of all."""
     known = [coverage.cpu_s for coverage in reach if coverage is not None]
-    return limit if len(known) < len(reach) else min(limit, mutant_limit(sum(known)), key=lambda one: one.cpu_s)
+    return mutant_limit(cpu_s if len(known) < len(reach) else min(cpu_s, sum(known)))
 
 
-async def _limit(sound: Sound, path: str, runner: Runner) -> MutantLimit:
-    """The limit of runs with a fault. Where a compiler has the release's own files in its cache, a run with another
+async def _longest_run(sound: Sound, path: str, runner: Runner) -> float:
+    """CPU time of a run of all tests. Where a compiler has the release's own files in its cache, a run with another
     line end takes as long as one with a fault."""
     runs = sound.runs
     if sound.toolchain.is_compiled:
         text = sound.release.tree[path].content.decode() + "\n"
-        runs += (await _try(sound, path, text, _targets(sound.passing), runner),)
-    return mutant_limit(max(run.cpu_s for run in runs))
+        runs += (await _try(sound, sound.image, path, text, _targets(sound.passing), runner),)
+    return max(run.cpu_s for run in runs)
 
 
 async def _try(
-    sound: Sound, path: str, text: str, targets: Sequence[str], runner: Runner, limit: MutantLimit | None = None
+    sound: Sound,
+    image: TaskImage,
+    path: str,
+    text: str,
+    targets: Sequence[str],
+    runner: Runner,
+    limit: MutantLimit | None = None,
 ) -> TestRun:
     """Run the tests of targets with another text of one file."""
-    async with runner.opened(sound.image) as sandbox:
+    async with runner.opened(image) as sandbox:
         await sandbox.write(path, text.encode())
         return await runner.run_in(sound.toolchain, sandbox, targets, limit=limit)
 

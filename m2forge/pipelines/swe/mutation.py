@@ -15,6 +15,7 @@ The kinds above are those of Python, by `ast`; `grammar` has those of JavaScript
 """
 
 import ast
+import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -36,6 +37,11 @@ class Mutation:
     def apply(self, source: str) -> str:
         data = source.encode()
         return (data[: self.start] + self.text.encode() + data[self.end :]).decode()
+
+
+def mutant_key(path: str, text: str) -> str:
+    """Names a tree that differs from a known one in one file. `text`: that file's."""
+    return hashlib.sha256(f"{path}\0{text}".encode(errors="surrogatepass")).hexdigest()
 
 
 def mutations(path: str, source: str, lines: Collection[int] | None = None) -> list[Mutation]:

@@ -232,6 +232,7 @@ class _Candidates(_Sandboxed):
                 environment=environment,
                 before=context.put(_packed_runs(bug.before)),
                 after=context.put(_packed_runs(bug.after)),
+                known_mutants=context.put(_packed_mutants(bug.mutants)),
             )
             for bug in found
         ]
@@ -340,17 +341,19 @@ class _Mutants(_Sandboxed):
     name = "mutants"
 
     def process(self, item: Item, context: Context) -> Passed | Rejection:
-        mutants = context.run(self._run(_candidate(item, context), item))
+        mutants = context.run(self._run(_candidate(item, context), item, context))
         counts: dict[str, JsonValue] = {
             "killed": mutants.killed,
             "survived": list[JsonValue](mutants.survived),
             "undecided": mutants.undecided,
+            "not_run": mutants.not_run,
         }
         return item.adding(mutants=counts) if mutants.is_enough else Rejection("mutants survive", counts)
 
-    async def _run(self, candidate: Candidate, item: Item) -> Mutants:
+    async def _run(self, candidate: Candidate, item: Item, context: Context) -> Mutants:
         image = await self.runner.image(candidate, _environment(item))
-        return await run_mutants(candidate, _observation(item), image, self.runner)
+        known = _unpacked_mutants(context.get(item.text("known_mutants"))) if "known_mutants" in item.data else {}
+        return await run_mutants(candidate, _observation(item), image, self.runner, known)
 
 
 class _Reviewed(Stage):
@@ -532,6 +535,24 @@ def _unpacked_runs(data: bytes) -> list[TestRun]:
         )
         for run in json.loads(data)
     ]
+
+
+def _packed_mutants(runs: Mapping[str, TestRun]) -> bytes:
+    return json.dumps(
+        {
+            key: {"tests": run.tests, "messages": dict.fromkeys(run.messages, ""), "problem": run.problem}
+            for key, run in runs.items()
+        }
+    ).encode()
+
+
+def _unpacked_mutants(data: bytes) -> dict[str, TestRun]:
+    return {
+        key: TestRun(
+            {id: Outcomes(outcome) for id, outcome in run["tests"].items()}, run["messages"], problem=run["problem"]
+        )
+        for key, run in json.loads(data).items()
+    }
 
 
 def _observation(item: Item) -> Observation:

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 
 import tomli_w
 
@@ -30,7 +31,7 @@ from m2forge.pipelines.stage import Rejection
 from m2forge.pipelines.swe import speed_tests
 from m2forge.pipelines.swe.candidate import Candidate, apply_to_tree, names_refactoring, twin_patch
 from m2forge.pipelines.swe.environment import Runner, apply_patch, mutant_limit
-from m2forge.pipelines.swe.mutation import Mutation, mutations
+from m2forge.pipelines.swe.mutation import Mutation, mutant_key, mutations
 from m2forge.pipelines.swe.statement import Statement, missing_names
 from m2forge.pipelines.swe.toolchains.python import Python
 from m2forge.pipelines.swe.toolchains.toolchain import Environment, Outcomes, TestRun, Toolchain
@@ -206,16 +207,32 @@ class Mutants:
     survived: tuple[str, ...]
     """File, line and kind."""
     undecided: int
+    not_run: int = 0
 
     @property
     def is_enough(self) -> bool:
-        decided = self.killed + len(self.survived)
-        return not decided or self.killed >= MIN_KILLED * decided
+        return _is_enough(self.killed, len(self.survived))
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether mutants that have not run cannot change whether enough die."""
+        num = len(self.survived)
+        return _is_enough(self.killed, num + self.not_run) == _is_enough(self.killed + self.not_run, num)
 
 
-async def run_mutants(candidate: Candidate, observation: Observation, image: TaskImage, runner: Runner) -> Mutants:
-    targets = ordered_targets(observation)
-    killed, undecided, survived = 0, 0, list[str]()
+def _is_enough(killed: int, survived: int) -> bool:
+    return not killed + survived or killed >= MIN_KILLED * (killed + survived)
+
+
+async def run_mutants(
+    candidate: Candidate,
+    observation: Observation,
+    image: TaskImage,
+    runner: Runner,
+    known: Mapping[str, TestRun] = MappingProxyType({}),
+) -> Mutants:
+    """Run mutants until it is decided whether enough die. `known`: runs of mutants by `mutant_key`."""
+    undone = any(id in observation.messages for id in observation.fail_to_pass)
     async with runner.opened(image) as sandbox:
         for patch in (candidate.patch, candidate.test_patch):
             await apply_patch(sandbox, patch)
@@ -225,27 +242,37 @@ async def run_mutants(candidate: Candidate, observation: Observation, image: Tas
             # A version says nothing that a test could check.
             if candidate.toolchain.is_source(path) and "version" not in path.rpartition("/")[2]:
                 sources[path] = (await sandbox.read(path, MAX_FILE_BYTES)).decode(errors="replace")
-        for path, mutation in choose_mutants(sources, lines, candidate.id):
-            mutant = mutation.apply(sources[path])
-            if _undoes(candidate, path, mutant) and any(id in observation.messages for id in observation.fail_to_pass):
-                killed += 1
+        chosen = choose_mutants(sources, lines, candidate.id)
+        mutants = [(path, mutation, mutation.apply(sources[path])) for path, mutation in chosen]
+        free = {
+            text: (undone and _undoes(candidate, path, text)) or mutant_key(path, text) in known
+            for path, _, text in mutants
+        }
+        found = Mutants(0, (), 0, len(mutants))
+        for path, mutation, text in sorted(mutants, key=lambda one: not free[one[2]]):
+            if found.is_decided:
+                break
+            found = replace(found, not_run=found.not_run - 1)
+            if undone and _undoes(candidate, path, text):
+                found = replace(found, killed=found.killed + 1)
                 continue
-            await sandbox.write(path, mutant.encode())
-            run = await runner.run_in(
-                candidate.toolchain,
-                sandbox,
-                targets,
-                max_failures=observation.num_failing + 1,
-                limit=mutant_limit(observation.cpu_s),
-            )
-            await sandbox.write(path, sources[path].encode())
+            if (run := known.get(mutant_key(path, text))) is None:
+                await sandbox.write(path, text.encode())
+                run = await runner.run_in(
+                    candidate.toolchain,
+                    sandbox,
+                    ordered_targets(observation),
+                    max_failures=observation.num_failing + 1,
+                    limit=mutant_limit(observation.cpu_s),
+                )
+                await sandbox.write(path, sources[path].encode())
             if (run.problem or "").startswith("unfinished") or is_uncompiled(run, observation, candidate.toolchain):
-                undecided += 1
+                found = replace(found, undecided=found.undecided + 1)
             elif is_killed(run, observation):
-                killed += 1
+                found = replace(found, killed=found.killed + 1)
             else:
-                survived.append(f"{path}:{mutation.line}: {mutation.kind}")
-    return Mutants(killed, tuple(survived), undecided)
+                found = replace(found, survived=(*found.survived, f"{path}:{mutation.line}: {mutation.kind}"))
+    return found
 
 
 def _undoes(candidate: Candidate, path: str, mutant: str) -> bool:
@@ -346,7 +373,7 @@ def task_files(
         **facts,
     }
     files[CONFIG_NAME] = FolderFile(tomli_w.dumps(table).encode())
-    own = toolchain.files(candidate.package, candidate.release, environment)
+    own = toolchain.files(candidate.package, candidate.release, environment, candidate.targets)
     return files | {f"environment/{name}": file for name, file in own.items()}
 
 

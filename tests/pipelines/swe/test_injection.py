@@ -5,7 +5,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import pytest
@@ -13,7 +13,8 @@ import pytest
 from m2forge.pipelines.swe import injection
 from m2forge.pipelines.swe.environment import MutantLimit, Runner
 from m2forge.pipelines.swe.injection import Sound, broken_tests, inject, restricted, without_functions, without_tests
-from m2forge.pipelines.swe.pipeline import _packed_runs, _unpacked_runs
+from m2forge.pipelines.swe.mutation import mutant_key
+from m2forge.pipelines.swe.pipeline import _packed_mutants, _packed_runs, _unpacked_mutants, _unpacked_runs
 from m2forge.pipelines.swe.task import NUM_RUNS, Observation, observe
 from m2forge.pipelines.swe.toolchains.python import Python
 from m2forge.pipelines.swe.toolchains.toolchain import Coverage, Environment, Outcomes, TestRun, Toolchain
@@ -184,6 +185,56 @@ def test_bugs_do_not_depend_on_how_many_are_tried_at_once(num: int, monkeypatch:
         found.append([bug.candidate.id for bug in bugs])
     assert found[0] == found[1] == found[2]
     assert len(found[0]) == num
+
+
+class Compiled(Python):
+    is_compiled = True
+
+
+class Timed(Executing):
+    """A runner that takes less CPU time in the image of trials."""
+
+    @asynccontextmanager
+    async def opened(self, image: TaskImage) -> AsyncIterator[Kept]:
+        self.image = image.base
+        yield Kept()
+
+    async def run_in(
+        self, toolchain: Toolchain, sandbox: Kept, targets: Sequence[str], limit: MutantLimit | None
+    ) -> TestRun:
+        cpu_s = 0.5 if self.image == "trials" else 20.0
+        run = await super().run_in(toolchain, sandbox, targets, cast("MutantLimit", limit))
+        return replace(run, cpu_s=cpu_s)
+
+
+def test_limits_go_by_the_image_of_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(injection, "NUM_SANDBOXES", 1)
+    release = projects.release({**projects.NEW, "setup.py": ""}, "1.1")
+    runs, environment = (TestRun({FIRST: P, TOTAL: P}, cpu_s=0.1),) * NUM_RUNS, Environment("python", (), (), "3.11")
+    images = TaskImage("release"), runs, TaskImage("trials")
+    sound = Sound("sums", release, "MIT", Compiled(), environment, *images)
+    runner = Timed()
+    (bug,) = asyncio.run(inject(sound, 1, cast("Runner", runner), random.Random(1)))
+    assert runner.image == "trials"
+    assert [run.cpu_s for run in (*bug.before, *bug.after)] == [20.0, 0.1, 0.1, 0.1]
+
+
+def test_faults_of_one_line_are_known_mutants_of_each_other() -> None:
+    source = "def total(numbers):\n    return sum(numbers)\n\n\ndef first(numbers):\n    return numbers[0] + 0 * 2\n"
+    release = projects.release({**projects.NEW, "sums.py": source, "setup.py": ""}, "1.1")
+    runs = (TestRun({FIRST: P, TOTAL: P}),) * NUM_RUNS
+    sound = Sound("sums", release, "MIT", Python(), Environment("python", (), (), "3.11"), TaskImage("host"), runs)
+    bugs = asyncio.run(inject(sound, 20, cast("Runner", Executing()), random.Random(1)))
+    faulty = {bug.candidate.id: bug.candidate.base["sums.py"].content.decode() for bug in bugs}
+    keys = {id: mutant_key("sums.py", text) for id, text in faulty.items()}
+    lines = {bug.candidate.id: bug.candidate.origin["line"] for bug in bugs}
+    assert len(set(lines.values())) > 1
+    for bug in bugs:
+        others = {id for id in keys if id != bug.candidate.id and lines[id] == lines[bug.candidate.id]}
+        assert {keys[id] for id in others} <= set(bug.mutants)
+        assert keys[bug.candidate.id] not in bug.mutants
+        assert not {keys[id] for id in keys if lines[id] != lines[bug.candidate.id]} & set(bug.mutants)
+        assert _unpacked_mutants(_packed_mutants(bug.mutants)).keys() == bug.mutants.keys()
 
 
 class Covering(Executing):

@@ -10,7 +10,7 @@ import pytest
 
 from m2forge.pipelines.stage import Rejection
 from m2forge.pipelines.swe.environment import MutantLimit, Runner
-from m2forge.pipelines.swe.mutation import mutations
+from m2forge.pipelines.swe.mutation import mutant_key, mutations
 from m2forge.pipelines.swe.task import (
     MAX_MUTANTS,
     Mutants,
@@ -118,6 +118,22 @@ def test_three_of_five_mutants_must_die() -> None:
     assert Mutants(0, (), 2).is_enough
 
 
+@pytest.mark.parametrize(
+    ("killed", "survived", "left", "is_decided"),
+    [(2, 0, 1, True), (1, 0, 1, False), (0, 2, 2, True), (0, 2, 3, False), (0, 0, 1, False), (3, 2, 0, True)],
+)
+def test_mutants_that_change_nothing_are_not_run(killed: int, survived: int, left: int, is_decided: bool) -> None:
+    found = Mutants(killed, ("a",) * survived, 0, left)
+    assert found.is_decided is is_decided
+    # Each of the others may die, survive or decide nothing.
+    ends = {
+        Mutants(killed + dead, ("a",) * (survived + alive), 0).is_enough
+        for dead in range(left + 1)
+        for alive in range(left + 1 - dead)
+    }
+    assert (len(ends) == 1) is is_decided
+
+
 class Patched:
     """A sandbox with the tree that the golden patch makes."""
 
@@ -163,3 +179,36 @@ def test_the_mutant_that_undoes_the_patch_has_run_before(is_alone: bool) -> None
     assert (base in runner.mutants) is not is_alone
     assert mutants.killed == int(is_alone)
     assert len(mutants.survived) == len(runner.mutants)
+
+
+class Total(Patched):
+    text = "def total(numbers):\n    return 1 + 2 + 3 + 4\n"
+
+    async def read(self, path: str, max_bytes: int) -> bytes:
+        return self.text.encode()
+
+
+class Counting(Surviving):
+    @asynccontextmanager
+    async def opened(self, image: TaskImage) -> AsyncIterator[Patched]:
+        yield Total()
+
+
+@pytest.mark.parametrize("num_known", [0, 4, 6, 8])
+def test_a_known_run_of_a_mutant_is_not_repeated(num_known: int) -> None:
+    change = "-    return 0\n+    return 1 + 2 + 3 + 4\n"
+    patch = f"--- a/sums.py\n+++ b/sums.py\n@@ -1,2 +1,2 @@\n def total(numbers):\n{change}"
+    candidate = replace(projects.candidate(), patch=patch)
+    observation = Observation(("tests/test_sums.py::t",), ("tests/test_sums.py::p",), (), {}, 0)
+    chosen = choose_mutants({"sums.py": Total.text}, {"sums.py": {2}}, candidate.id)
+    texts = [mutation.apply(Total.text) for _, mutation in chosen]
+    assert len(texts) == 8
+    died = TestRun({"tests/test_sums.py::t": F}, {"tests/test_sums.py::t": "no"})
+    known = {mutant_key("sums.py", text): died for text in texts[8 - num_known :]}
+    runner = Counting()
+    mutants = asyncio.run(run_mutants(candidate, observation, TaskImage("host"), cast("Runner", runner), known))
+    # Five of eight must die.
+    assert mutants.is_enough is (num_known > 4)
+    assert mutants.killed == min(num_known, 5)
+    assert runner.mutants == texts[: {0: 4, 4: 4, 6: 0, 8: 0}[num_known]]
+    assert mutants.killed + len(mutants.survived) + mutants.not_run == len(texts)

@@ -86,7 +86,9 @@ class C(Toolchain):
         has_tests = any(_LISTS_TESTS.search(_text(tree, path)) for path in lists)
         return (c_suite.TARGET,) if has_tests else ()
 
-    def files(self, package: str, release: Release, environment: Environment) -> dict[str, FolderFile]:
+    def files(
+        self, package: str, release: Release, environment: Environment, targets: Sequence[str] = ()
+    ) -> dict[str, FolderFile]:
         dockerfile = _DOCKERFILE.format(
             base=BASE_IMAGE,
             cache=CACHE,

@@ -1,7 +1,7 @@
 """Go: modules without foreign packages, or with all of them in `vendor/`; tests by `go test -json`.
 
 A target is a package by its import path, a test's id `example.com/sums/inner::TestTotal/empty`. The image holds Go's
-build cache with the standard library and the base tree, so that a run compiles only what a patch changed.
+build cache with what the base tree and its tests import, so that a run compiles only packages with their tests.
 """
 
 import posixpath
@@ -23,6 +23,9 @@ _VARIABLES = {
     "GOPROXY": "off",
     "GOTOOLCHAIN": "local",
 }
+_WARM = r"go build $(go list -e -deps -test ./... | grep -v ' \|\.test$')"
+"""Compiles all packages and what tests import. Each run links its test program again, and compiles a package together
+with the tests inside of it, so neither is done here."""
 _REQUIRED = re.compile(r"^(?:require\s+)?([\w.-]+\.[\w.-]+/\S+)\s+v\d\S*(?!.*//\s*indirect)", re.MULTILINE)
 
 
@@ -51,9 +54,11 @@ class Go(Toolchain):
             raise DataError(f"{MODULE}: requires {', '.join(required[:5])}, and the tree has no {VENDORED}")
         return Environment(self.name, (), (), version, edits.variables)
 
-    def files(self, package: str, release: Release, environment: Environment) -> dict[str, FolderFile]:
+    def files(
+        self, package: str, release: Release, environment: Environment, targets: Sequence[str] = ()
+    ) -> dict[str, FolderFile]:
         flags = "-mod=vendor" if VENDORED in release.tree else "-mod=mod"
-        recipe = dockerfile(("go",), environment, {**_VARIABLES, "GOFLAGS": flags}, "go test -vet=off -run '^$' ./...")
+        recipe = dockerfile(("go",), environment, {**_VARIABLES, "GOFLAGS": flags}, _WARM)
         return {"Dockerfile": recipe, **testbed(release.tree)}
 
     def command(self, targets: Sequence[str], max_failures: int | None = None) -> tuple[str, ...]:

@@ -111,7 +111,9 @@ class Node(Toolchain):
             found += [f"{path.rpartition('node_modules/')[2]}=={one.get('version')}" for path, one in packages.items()]
         return sorted(set(found))
 
-    def files(self, package: str, release: Release, environment: Environment) -> dict[str, FolderFile]:
+    def files(
+        self, package: str, release: Release, environment: Environment, targets: Sequence[str] = ()
+    ) -> dict[str, FolderFile]:
         dockerfile = _DOCKERFILE.format(
             base=BASE_IMAGE,
             modules=node_suite.MODULES,

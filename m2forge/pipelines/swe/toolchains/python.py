@@ -165,7 +165,9 @@ class Python(Toolchain):
         pairs = [parse_wheel_filename(name)[:2] for name in environment.archives]
         return [f"{name}=={version}" for name, version in pairs]
 
-    def files(self, package: str, release: Release, environment: Environment) -> dict[str, FolderFile]:
+    def files(
+        self, package: str, release: Release, environment: Environment, targets: Sequence[str] = ()
+    ) -> dict[str, FolderFile]:
         message = parse_metadata(release.metadata)
         own = f"{message.get('Name', package).replace('-', '_')}-{message.get('Version', '0')}.dist-info"
         is_src = any(path.startswith("src/") and path.endswith(".py") for path in release.tree)

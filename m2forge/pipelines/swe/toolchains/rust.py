@@ -7,14 +7,16 @@ A target is a file that cargo makes a test program of, and `doc` for the example
 
 A test's id is `tests/sums.rs::module::name`. Each target is compiled and run by itself: cargo runs no test at all if
 one program does not compile. Tests inside of source files and examples count as P2P alone, since a patch of the source
-brings them. The image holds a target folder with the compiled base tree. Cargo goes by the time of files, and not by
-their content, so a run first touches those whose content is not what was compiled last.
+brings them. The image holds a target folder with the test programs of the base tree, those of a candidate's targets.
+Cargo goes by the time of files, and not by their content, so a run first touches those whose content is not what was
+compiled last.
 """
 
 import posixpath
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from m2forge.errors import DataError
 from m2forge.pipelines.swe.action import Edits
@@ -35,6 +37,8 @@ _VARIABLES = {
 }
 _DYNAMIC = {"CARGO_BUILD_RUSTFLAGS": "-Cprefer-dynamic"}
 """Links the standard library dynamically, which takes a third of the time."""
+_INCREMENTAL = ("CARGO_INCREMENTAL", "1")
+"""An image with rustc's incremental state compiles twice as long, and a fault in it half as long."""
 _TOUCH = (
     'list=${CARGO_TARGET_DIR:-target}/files; mkdir -p "${list%/*}"; '
     r"find . \( -path ./.git -o -path ./vendor -o -path ./target \) -prune -o -type f -exec sha256sum {} + "
@@ -75,11 +79,18 @@ class Rust(Toolchain):
             raise DataError(f"{MANIFEST}: depends on {', '.join(foreign[:5])}, and .cargo/config.toml vendors nothing")
         return Environment(self.name, (), (), version, edits.variables)
 
-    def files(self, package: str, release: Release, environment: Environment) -> dict[str, FolderFile]:
-        warm = f"{_TOUCH}; cargo test --offline --workspace --no-run"
+    def files(
+        self, package: str, release: Release, environment: Environment, targets: Sequence[str] = ()
+    ) -> dict[str, FolderFile]:
+        programs = [_options(target) for target in targets if not _is_doc(target)] or ["--workspace"]
+        warm = "; ".join([_TOUCH, *(f"cargo test --offline --no-run {program}" for program in programs)])
         variables = _VARIABLES | ({} if _aborts(release.tree) else _DYNAMIC)
+        variables |= dict([_INCREMENTAL]) if "=".join(_INCREMENTAL) in environment.variables else {}
         recipe = dockerfile(("cargo", "rustc", "cc"), environment, variables, warm)
         return {"Dockerfile": recipe, **testbed(release.tree)}
+
+    def trial_environment(self, environment: Environment) -> Environment:
+        return replace(environment, variables=(*environment.variables, "=".join(_INCREMENTAL)))
 
     def command(self, targets: Sequence[str], max_failures: int | None = None) -> tuple[str, ...]:
         pairs = [word for target in targets for word in (target, _options(target))]
@@ -95,7 +106,7 @@ class Rust(Toolchain):
             return (found[0] if found and target not in found else target), function
         # A module of tests beside the source, of the same package.
         source = posixpath.dirname(target)
-        inside = [path for path in found if posixpath.basename(target) != DOC and path.startswith(f"{source}/")]
+        inside = [path for path in found if not _is_doc(target) and path.startswith(f"{source}/")]
         return (inside[0], function) if inside else None
 
 
@@ -161,6 +172,10 @@ def _options(target: str) -> str:
     # The last one: a member may lie in a folder of this name too.
     folder, _, name = f"/{target}".rpartition("/tests/")
     return _at(folder.lstrip("/")) + f"--test={name.removesuffix('.rs').removesuffix('/main')}"
+
+
+def _is_doc(target: str) -> bool:
+    return posixpath.basename(target) == DOC
 
 
 def _at(folder: str) -> str:

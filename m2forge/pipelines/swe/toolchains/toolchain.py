@@ -157,8 +157,16 @@ class Toolchain(ABC):
         return []
 
     @abstractmethod
-    def files(self, package: str, release: Release, environment: Environment) -> dict[str, FolderFile]:
-        """The files of `environment/` of a task folder: the Dockerfile and what it copies."""
+    def files(
+        self, package: str, release: Release, environment: Environment, targets: Sequence[str] = ()
+    ) -> dict[str, FolderFile]:
+        """The files of `environment/` of a task folder: the Dockerfile and what it copies. `targets`: those that a run
+        will be given, which the image may hold compiled; none: all."""
+
+    def trial_environment(self, environment: Environment) -> Environment:
+        """The environment of an image in which many faults are tried, one after another: one that costs more to build
+        and less to change."""
+        return environment
 
     @abstractmethod
     def command(self, targets: Sequence[str], max_failures: int | None = None) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """Rust: test programs of packages, where tests stand, and what is refused."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -71,6 +72,25 @@ def test_programs_that_abort_are_linked_statically(manifest: str, is_dynamic: bo
     release = projects.release({**FILES, "Cargo.toml": PACKAGE + manifest})
     recipe = Rust().files("sums", release, Environment("rust", (), (), "1.63"))["Dockerfile"].content
     assert (b"prefer-dynamic" in recipe) is is_dynamic
+
+
+def test_an_image_holds_the_programs_of_its_targets() -> None:
+    release = projects.release(FILES)
+    made = Environment("rust", (), (), "1.63")
+    recipe = Rust().files("sums", release, made, ("doc", "tests/a.rs"))["Dockerfile"].content
+    assert b"--no-run --test=a)" in recipe
+    assert b"--workspace" not in recipe
+    assert b"--no-run --workspace)" in Rust().files("sums", release, made)["Dockerfile"].content
+
+
+def test_faults_are_tried_in_an_image_with_incremental_state() -> None:
+    made = Environment("rust", (), (), "1.63", ("RUST_LOG=off",))
+    plain, trial = (
+        Rust().files("sums", projects.release(FILES), one)["Dockerfile"].content.decode()
+        for one in (made, Rust().trial_environment(made))
+    )
+    assert re.findall(r"ENV CARGO_INCREMENTAL=\S+", plain)[-1] == "ENV CARGO_INCREMENTAL=0"
+    assert re.findall(r"ENV CARGO_INCREMENTAL=\S+", trial)[-1] == "ENV CARGO_INCREMENTAL=1"
 
 
 def test_only_files_that_changed_are_touched(tmp_path: Path) -> None:
