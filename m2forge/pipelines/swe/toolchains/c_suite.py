@@ -33,6 +33,8 @@ MAX_OUTPUT = 200_000
 TEST_S = 120
 BUILD_FILES = re.compile(r"(?:^|/)(?:configure\.(?:ac|in)|[^/]*\.m4|Makefile\.am)$")
 STATIC = re.compile(r"\w\.a\b|-static\b")
+DIRECT = re.compile(r"\w\.l?o\b|OBJEXT|_OBJECTS\b")
+"""A Makefile.am that may link objects of a library into programs."""
 CMAKE_OPTION = re.compile(r"^\s*option\s*\(\s*\"?(\w*(?:TEST|UNIT)\w*)", re.MULTILINE | re.IGNORECASE)
 OUTCOMES = {
     "PASS": "passed",
@@ -183,11 +185,51 @@ def build_automake(folder: Path, changed: Sequence[str]) -> Iterator[Record]:
         if failed is not None:
             yield broken(failed)
             return
+    # Only after a build that ended well every program is newer than its own objects.
+    whole = folder.with_name("whole")
+    before = linked_state(folder) if whole.is_file() else None
+    whole.unlink(missing_ok=True)
     status, output = make(cwd=folder)
+    if before is not None and not status:
+        keep_programs(folder, *before)
     # Compile the test programs, and run none.
     built, more = make("check", "TESTS=", cwd=folder)
     if status or built:
         yield broken(output + more)
+    else:
+        whole.touch()
+
+
+def linked_state(folder: Path) -> tuple[dict[Path, int], dict[Path, list[str]]]:
+    """When each file was written, and what each shared library defines and needs."""
+    times = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and not path.is_symlink()}
+    libraries = [path for path in times if path.parent.name == ".libs" and re.search(r"\.so[.\d]*$", path.name)]
+    return times, {path: interface(path) for path in libraries}
+
+
+def interface(library: Path) -> list[str]:
+    """Names and kinds of a library's symbols. Programs hold copies of its variables, so their sizes belong to it."""
+    status, output = run("nm", "-D", "--format=posix", str(library), cwd=library.parent)
+    words = [line.split() for line in output.splitlines()]
+    return [] if status else sorted(" ".join(word[:2] + (word[3:] if word[1] in "BDRV" else [])) for word in words)
+
+
+def keep_programs(folder: Path, times: "dict[Path, int]", interfaces: "dict[Path, list[str]]") -> None:
+    """Mark programs as linked where only shared libraries were built, and with the interfaces that they had: libtool
+    would link every program again, which takes longer than the rest of a build."""
+    texts = (path.read_text(errors="replace") for path in folder.rglob("Makefile.am"))
+    if any(DIRECT.search(text) for text in texts):
+        return
+    found, current = linked_state(folder)
+    changed = [path for path, time_ns in found.items() if times.get(path) != time_ns]
+    if any(path.suffix == ".a" or (path.suffix == ".o" and path.parent.name != ".libs") for path in changed):
+        return
+    if current != interfaces or not all(current.values()):
+        return
+    for path in found:
+        is_linked = path not in changed and path.parent / ".libs" / path.name in found
+        if is_linked and b"wrapper script for .libs" in path.read_bytes()[:1000]:
+            path.touch()
 
 
 def test_automake(folder: Path) -> Iterator[Record]:

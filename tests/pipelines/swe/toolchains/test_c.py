@@ -72,6 +72,53 @@ def test_a_program_that_no_longer_compiles_fails_alone(tmp_path: Path, system: s
     assert "missing" in second.messages["check"]
 
 
+LIBTOOL = {
+    "configure.ac": CONFIGURE.replace("AC_PROG_CC\n", "AC_PROG_CC\nLT_INIT\n"),
+    "Makefile.am": "lib_LTLIBRARIES = libsums.la\nlibsums_la_SOURCES = sums.c\n"
+    "TESTS = one two\ncheck_PROGRAMS = one two\nLDADD = libsums.la\n"
+    "one_SOURCES = tests/one.c\ntwo_SOURCES = tests/two.c\n",
+    "sums.c": "int size = 1;\nint total(void) { return 1; }\n",
+    "tests/one.c": "int total(void);\nint main(void) { return total() != 1; }\n",
+    "tests/two.c": "extern int size;\nint main(void) { return size != 1; }\n",
+}
+
+
+def outcomes(tmp_path: Path, files: Mapping[str, str]) -> tuple[str, bool]:
+    """The outcomes of both tests, and whether their programs were linked."""
+    write(tmp_path / "tree", files)
+    program = tmp_path / "cache/build/.libs/two"
+    before_ns = program.stat().st_mtime_ns if program.is_file() else 0
+    tests = parse("programs", run_suite(tmp_path), ["check"]).tests
+    shown = " ".join(str(tests.get(f"check::{name}")) for name in ("one", "two"))
+    return shown, (program.stat().st_mtime_ns if program.is_file() else 0) != before_ns
+
+
+@pytest.mark.long
+def test_programs_are_linked_again_where_they_must_be(tmp_path: Path) -> None:
+    needed = ("gcc", "make", "autoreconf", "libtoolize")
+    if missing := [name for name in needed if shutil.which(name) is None]:
+        pytest.skip(f"needs {missing[0]}")
+    sums = LIBTOOL["sums.c"]
+    assert outcomes(tmp_path, LIBTOOL) == ("passed passed", True)
+    # The library alone.
+    assert outcomes(tmp_path, {"sums.c": sums.replace("return 1", "return 2")}) == ("failed passed", False)
+    # A variable that programs copy.
+    wide = sums.replace("int size = 1", "long size[2] = {1, 2}")
+    assert outcomes(tmp_path, {"sums.c": wide}) == ("passed passed", True)
+    # A symbol that programs need, and one that the library needs.
+    assert outcomes(tmp_path, {"sums.c": wide.replace("total", "sum")})[0] == "None passed"
+    assert outcomes(tmp_path, {"sums.c": sums}) == ("passed passed", True)
+    assert outcomes(tmp_path, {"sums.c": sums.replace("return 1", "return missing()")})[0] == "None None"
+    assert outcomes(tmp_path, {"sums.c": sums}) == ("passed passed", True)
+    # A test and the library.
+    changed = {"sums.c": sums.replace("size = 1", "size = 2"), "tests/two.c": LIBTOOL["tests/two.c"].replace("1", "2")}
+    assert outcomes(tmp_path, changed) == ("passed passed", True)
+    # An object of the library in a program.
+    makefile = LIBTOOL["Makefile.am"] + "two_LDADD = sums.lo libsums.la\n"
+    assert outcomes(tmp_path, LIBTOOL | {"Makefile.am": makefile}) == ("passed passed", True)
+    assert outcomes(tmp_path, {"sums.c": sums.replace("size = 1", "size = 2")}) == ("passed failed", True)
+
+
 @pytest.mark.slow
 def test_a_tree_is_configured_without_its_sources(tmp_path: Path) -> None:
     files, programs, _ = PROJECTS["automake"]
