@@ -18,6 +18,7 @@ from typing import ClassVar
 
 from m2forge.agents.attempt import AttemptRunner
 from m2forge.agents.workspace import Workspaces
+from m2forge.cluster.local import LocalLauncher
 from m2forge.errors import M2ForgeError
 from m2forge.model.checkpoint import load_model
 from m2forge.model.convert import find_companions
@@ -141,7 +142,8 @@ async def _served(config: RLConfig, model: Path, folder: Path) -> AsyncIterator[
     open_run(folder, config, None)
     layout.weight_store(config, find_companions(model)).publish(load_model(model), 0)
     format = make_format(config.gateway.format, load_tokenizer(model))
-    servers = make_servers(layout)
+    launcher = LocalLauncher(layout.log)
+    servers = await make_servers(launcher, layout)
     children = servers.sampler.child, servers.gateway.child
     keeping = [asyncio.create_task(child.supervise()) for child in children]
     try:
@@ -160,4 +162,4 @@ async def _served(config: RLConfig, model: Path, folder: Path) -> AsyncIterator[
     finally:
         await asyncio.gather(*(child.stop() for child in children))
         await asyncio.gather(*keeping)
-        servers.close()
+        await launcher.close()

@@ -44,7 +44,7 @@ FLOORS = (
     ),
     ("kernels", "text", "tree", "sandbox"),
     ("model",),
-    ("corpus", "train", "rollout", "weights", "gateway", "pool", "reward", "tasks", "agents"),
+    ("corpus", "train", "rollout", "weights", "gateway", "pool", "reward", "tasks", "agents", "cluster"),
     ("pretrain", "sft", "rl", "evaluate", "inference", "pipelines", "plan", "testing"),
     ("evolve", "trials"),
     (

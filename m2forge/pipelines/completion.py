@@ -229,7 +229,7 @@ def serve_folder(name: str, config: EndpointConfig, log_folder: Path) -> Iterato
     command = ("serve", config.folder, "--port", "0", "--key-file", "/dev/stdin", *options)
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "m2forge.rl.child", str(os.getpid()), "m2forge", *command],
+            [sys.executable, "-m", "m2forge.cluster.local", str(os.getpid()), "m2forge", *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

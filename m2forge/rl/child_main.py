@@ -4,9 +4,9 @@
     python -m m2forge.rl.child_main sampler RUN_DIR SOCKET              serves the newest published weights by HTTP
     python -m m2forge.rl.child_main gateway RUN_DIR SOCKET SAMPLER_URL
 
-SOCKET is the file descriptor of a listening socket that stays open in the loop (rl/child.py). Standard input holds
-the API keys, one per line: the server's own, then for the gateway the sampler's. The gateway's process also executes
-tasks' tools: it runs the families' code in worker processes and adds each call's latency.
+SOCKET is the file descriptor of a listening socket that outlives the process (cluster/launcher.py). Standard input
+holds the API keys, one per line: the server's own, then for the gateway the sampler's. The gateway's process also
+executes tasks' tools: it runs the families' code in worker processes and adds each call's latency.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 
+from m2forge.cluster.launcher import end_with_error
 from m2forge.config import load_resolved
 from m2forge.errors import ConfigError, NotFoundError, TrainingError
 from m2forge.importing import importing
 from m2forge.observe.log import set_up_logging
 from m2forge.records import JsonValue, Task
-from m2forge.rl.child import end_with_error
 from m2forge.rl.config import RLConfig
 from m2forge.rl.layout import Layout
 from m2forge.tasks.runner import TaskRunner

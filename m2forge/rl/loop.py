@@ -54,6 +54,8 @@ from typing import Any
 
 from m2forge.agents.attempt import AttemptRunner
 from m2forge.agents.workspace import SandboxCounts, Workspaces
+from m2forge.cluster.launcher import Role
+from m2forge.cluster.local import LocalLauncher
 from m2forge.config import Setting, build, load, to_overrides
 from m2forge.errors import EngineError
 from m2forge.files import write_atomic
@@ -73,7 +75,6 @@ from m2forge.pool.stored import Lease, Queued
 from m2forge.records import JsonValue, PolicyVersion, Task
 from m2forge.reward.judge import Judge
 from m2forge.rl.attempts import AttemptCounts, Attempts, Slots, attempt_sandbox, cancel_all, open_agent, require_agent
-from m2forge.rl.child import Child
 from m2forge.rl.child_main import MODULE
 from m2forge.rl.config import RLConfig
 from m2forge.rl.deployed import LOOP_EPISODE_ID, DeployedEpisodes, write_address
@@ -182,8 +183,6 @@ class Loop:
         self.slots = Slots(config.agent.num_jobs, config.eval.share)
         self.evaluations = Evaluations(config, layout, self.slots, self._served)
         self._running: dict[asyncio.Task[None], Lease] = {}
-        command = (MODULE, "trainer", str(self.layout.run_dir))
-        self.trainer = Child("trainer", command, self.layout.log, is_done=lambda: is_trained(layout, config))
 
     @property
     def served(self) -> PolicyVersion | None:
@@ -208,11 +207,14 @@ class Loop:
         """Run until the trainer has made all its steps and the last evaluation is done. If interrupted, it stops
         everything that it started before it raises."""
         background: set[asyncio.Task[None]] = set()
-        servers = make_servers(self.layout, self.config.gateway.host, self.config.gateway_port)
+        launcher = LocalLauncher(self.layout.log)
+        role = Role("trainer", (MODULE, "trainer", str(self.layout.run_dir)))
+        trainer = await launcher.launch(role, lambda: is_trained(self.layout, self.config))
+        servers = await make_servers(launcher, self.layout, self.config.gateway.host, self.config.gateway_port)
         serving = (servers.sampler.child, servers.gateway.child)
         try:
             with _terminated_as_interrupted():
-                training = self._start(background, self.trainer.supervise())
+                training = self._start(background, trainer.supervise())
                 await self._while_alive(background, self._wait_for_weights())
                 for child in serving:
                     self._start(background, child.supervise())
@@ -244,9 +246,9 @@ class Loop:
                             await cancel_all(background | set(self._running))
         finally:
             await cancel_all(background)
-            children = (self.trainer, servers.gateway.child, servers.sampler.child)
+            children = (trainer, servers.gateway.child, servers.sampler.child)
             await asyncio.gather(*(child.stop() for child in children))
-            servers.close()
+            await launcher.close()
             self.layout.gateway.unlink(missing_ok=True)
             self.pool.close()
 

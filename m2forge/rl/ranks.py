@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from m2forge.cluster.launcher import FATAL_STATUS
 from m2forge.errors import ConfigError
-from m2forge.rl.child import FATAL_STATUS
 from m2forge.train.config import MachineConfig
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _rank(
     log = log_path(log_folder, rank).open("ab") if rank else None
     with log or contextlib.nullcontext():
         process = subprocess.Popen(
-            (sys.executable, "-m", "m2forge.rl.child", str(os.getpid()), *command),
+            (sys.executable, "-m", "m2forge.cluster.local", str(os.getpid()), *command),
             stdout=log,
             stderr=log,
             stdin=subprocess.DEVNULL,

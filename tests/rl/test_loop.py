@@ -202,7 +202,8 @@ def test_a_step_repeated_after_a_restore_is_pushed_and_evaluated(model: Path, tm
 
         loop.evaluations._evaluate = check  # type: ignore[method-assign]  # agents would have to attempt tasks
         async with served(make_app(engine, ServerConfig(), KEY)) as url, PoolWriter(loop.pool) as writer:
-            sampler = cast("Server", SimpleNamespace(url=url, key=KEY, child=SimpleNamespace(num_starts=1)))
+            child = SimpleNamespace(num_starts=1)
+            sampler = cast("Server", SimpleNamespace(url=url, key=KEY, child=child))
             lost = publish(2.0)
             pushing = asyncio.create_task(loop._push_weights(sampler, writer))
             while loop.served != lost:
@@ -225,7 +226,7 @@ def test_a_step_repeated_after_a_restore_is_pushed_and_evaluated(model: Path, tm
             # A sampler that is started again says what it serves, also while no weight update may happen.
             async with loop.evaluations.pin:
                 await engine.load(model, other := PolicyVersion("run", 4, "other"))
-                sampler.child.num_starts = 2
+                child.num_starts = 2
                 while loop.served != other:
                     await asyncio.sleep(0.01)
             while loop.served != again:

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import select
 
+from m2forge.cluster.launcher import FATAL_STATUS
 from m2forge.errors import ConfigError
 from m2forge.model.checkpoint import load_model
 from m2forge.observe.metrics import read_metrics
 from m2forge.pool.pool import Pool
 from m2forge.pool.tables import unit_table
-from m2forge.rl.child import FATAL_STATUS
 from m2forge.rl.config import RLConfig
 from m2forge.rl.importance_ratio import read_ratios
 from m2forge.rl.layout import Layout

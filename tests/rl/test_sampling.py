@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from m2forge.cluster.launcher import Role
+from m2forge.cluster.local import LocalLauncher
 from m2forge.config import write_resolved
 from m2forge.errors import ConfigError, EngineError, TrainingError
 from m2forge.model.config_file import read_config
@@ -14,7 +16,6 @@ from m2forge.pool.pool import Pool
 from m2forge.pool.record import Append
 from m2forge.pool.stored import Outcome
 from m2forge.records import Reward, Sampling
-from m2forge.rl.child import Child
 from m2forge.rl.child_main import MODULE
 from m2forge.rl.layout import Layout
 from m2forge.rl.trainer import Trainer
@@ -99,7 +100,8 @@ def test_a_trainer_that_can_train_nothing_ends_the_run_at_once(
     with Pool(Layout(tmp_path).pool(config.pool), read_config(model).vocab_size) as pool:
         fill_untrainable(pool)
     write_resolved(config, tmp_path / CONFIG_FILE)
-    child = Child("trainer", (MODULE, "trainer", str(tmp_path)), tmp_path / "log")
+    role = Role("trainer", (MODULE, "trainer", str(tmp_path)))
+    child = asyncio.run(LocalLauncher(tmp_path / "log").launch(role))
     with pytest.raises(EngineError, match="the trainer process: step 1: nothing in the batch of 4 episodes"):
         asyncio.run(child.supervise())
     assert child.num_starts == 1

@@ -10,6 +10,7 @@ import httpx2
 import pytest
 
 from m2forge.agents.attempt import Overrides
+from m2forge.cluster.local import LocalLauncher
 from m2forge.config import write_resolved
 from m2forge.model.checkpoint import load_model
 from m2forge.model.convert import find_companions
@@ -35,7 +36,8 @@ def test_keys_travel_by_pipe_and_every_server_asks_for_its_own(tmp_path: Path) -
     layout.run_dir.mkdir()
     write_resolved(config, layout.run_dir / CONFIG_FILE)
     layout.weight_store(config, find_companions(model)).publish(load_model(model), 0)
-    servers = make_servers(layout)
+    launcher = LocalLauncher(layout.log)
+    servers = asyncio.run(make_servers(launcher, layout))
 
     async def run() -> None:
         keeping = [asyncio.create_task(server.child.supervise()) for server in (servers.sampler, servers.gateway)]
@@ -49,7 +51,7 @@ def test_keys_travel_by_pipe_and_every_server_asks_for_its_own(tmp_path: Path) -
         finally:
             await asyncio.gather(*(server.child.stop() for server in (servers.sampler, servers.gateway)))
             await asyncio.gather(*keeping)
-            servers.close()
+            await launcher.close()
 
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
     assert not processes_of(layout.run_dir)
@@ -59,10 +61,11 @@ def test_keys_travel_by_pipe_and_every_server_asks_for_its_own(tmp_path: Path) -
 def test_the_gateway_listens_where_the_run_says(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.2", 0)) as taken:
         port = taken.getsockname()[1]
-    servers = make_servers(Layout(tmp_path), "127.0.0.2", port)
+    launcher = LocalLauncher(tmp_path)
+    servers = asyncio.run(make_servers(launcher, Layout(tmp_path), "127.0.0.2", port))
     assert servers.gateway.url == f"http://127.0.0.2:{port}"
     assert servers.sampler.url.startswith("http://127.0.0.1:")
-    servers.close()
+    asyncio.run(launcher.close())
 
 
 async def check_doors(servers: Servers) -> None:

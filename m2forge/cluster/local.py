@@ -1,11 +1,8 @@
-"""Child processes of a run: the loop starts them, restarts them when they die, and they die with the loop.
+"""Launches roles as child processes on this machine; they die with the process that launched them.
 
-    python -m m2forge.rl.child PARENT MODULE ARGUMENTS…
+    python -m m2forge.cluster.local PARENT MODULE ARGUMENTS…
 
 runs a module as `python -m` would, in a process that the kernel kills when its parent ends, for whatever reason.
-
-The loop owns the socket that a server listens on, so it outlives the server: a client that connects during a restart
-waits instead of being refused, and an agent whose client library retries broken connections continues.
 """
 
 import asyncio
@@ -13,53 +10,70 @@ import contextlib
 import ctypes
 import logging
 import os
+import platform
 import runpy
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
-from m2forge.errors import EngineError, M2ForgeError
+from m2forge.cluster.launcher import FATAL_STATUS, SOCKET, Role
+from m2forge.errors import EngineError
+from m2forge.listener import address, listen
 
 PR_SET_PDEATHSIG = 1
+BACKLOG = 2048
 MAX_DEATHS = 5
 """Consecutive deaths, each within `SHORT_S` of the start, that end the run: another restart would not help."""
 SHORT_S = 10.0
 STOP_S = 10.0
-FATAL_STATUS = 78
-"""Exit status of a process that a restart would not help: the run ends with the last line that it printed."""
 
 _log = logging.getLogger(__name__)
 
 
+class LocalLauncher:
+    """See `Launcher`."""
+
+    def __init__(self, log_folder: Path) -> None:
+        self._log_folder = log_folder
+        self._listeners: list[socket.socket] = []
+
+    async def launch(self, role: Role, is_done: Callable[[], bool] = lambda: False) -> "Child":
+        listener = None if role.address is None else listen(*role.address, BACKLOG)
+        if listener is not None:
+            self._listeners.append(listener)
+        return Child(role, self._log_folder, listener, is_done)
+
+    async def close(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+
+
 class Child:
+    """See `Launched`."""
+
     def __init__(
         self,
-        name: str,
-        command: Sequence[str],
+        role: Role,
         log_folder: Path,
         listener: socket.socket | None = None,
         is_done: Callable[[], bool] = lambda: False,
-        keys: Sequence[str] = (),
     ) -> None:
-        """`command`: module and arguments. `listener`: the socket it serves. `is_done`: whether its work is complete
-        once it exits with 0; never true for a server. `keys`: the lines of its standard input, a pipe, because agents
-        can read its arguments and environment."""
-        self.name = name
+        self.name, self.node = role.name, platform.node()
+        self.url = "" if listener is None else address(listener)
+        self.keys = role.keys
         self.num_starts = 0
-        self._command = tuple(command)
-        self._keys = "".join(f"{key}\n" for key in keys).encode()
         self._pass_fds = () if listener is None else (listener.fileno(),)
-        self._log_path = log_folder / f"{name}.log"
+        descriptor = "".join(map(str, self._pass_fds))
+        self._command = tuple(descriptor if word == SOCKET else word for word in role.command)
+        self._keys = "".join(f"{key}\n" for key in role.keys).encode()
+        self._log_path = log_folder / f"{role.name}.log"
         self._process: asyncio.subprocess.Process | None = None
         self._is_stopping, self._is_done = False, is_done
 
     async def supervise(self) -> None:
-        """Run it, restarting it until it is stopped or exits with 0 and its work is complete. Every other exit counts
-        as a death: a server that receives SIGTERM also exits with 0."""
         num_short = 0
         while not self._is_stopping:
             started_s = time.monotonic()
@@ -81,7 +95,7 @@ class Child:
         self.num_starts += 1
         with self._log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "m2forge.rl.child", str(os.getpid()), *self._command),
+                *(sys.executable, "-m", "m2forge.cluster.local", str(os.getpid()), *self._command),
                 stdin=asyncio.subprocess.PIPE if self._keys else asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -112,12 +126,6 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-
-
-def end_with_error(error: M2ForgeError) -> NoReturn:
-    """End this process and the run; the error becomes the last line of its log."""
-    print(" ".join(str(error).split()), file=sys.stderr, flush=True)
-    sys.exit(FATAL_STATUS)
 
 
 def die_with(parent: int) -> None:
