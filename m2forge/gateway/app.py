@@ -5,7 +5,7 @@
     GET  /v1/tools, POST /v1/tools/call       with the same key; see `EpisodeTools`
     POST /v1/mcp                              the same tools as an MCP server, with the same key
     /episodes…                                with the admin key; see `admin`
-    GET  /health, /metrics                    without a key
+    GET  /health, /metrics                    without a key on loopback, else with the admin key
 
 An episode's key gives access to that episode only. A vendor's routes use that vendor's error bodies, all others use
 OpenAI's. Request text is logged only if the configuration allows it.
@@ -94,11 +94,15 @@ from m2forge.gateway.http.limits import (
     status_of,
 )
 from m2forge.gateway.metrics import GatewayCounts
+from m2forge.listener import LOOPBACK
 from m2forge.observe.prometheus import TEXT_TYPE
 from m2forge.protocols import Engine, EngineState, ToolHost
 from m2forge.records import JsonValue, Task
 from m2forge.text.format import ChatFormat
 
+_HEALTH_PATH, _METRICS_PATH = "/health", "/metrics"
+_OPEN_PATHS = (_HEALTH_PATH, _METRICS_PATH)
+"""Routes that need no key on loopback."""
 _TOOLS_PATH = "/v1/tools"
 _CALL_FIELDS = frozenset({"name", "arguments"})
 _DIALECTS = (
@@ -163,8 +167,8 @@ class GatewayApp:
             _TOOLS_PATH: {"GET": self._list_tools},
             f"{_TOOLS_PATH}/call": {"POST": self._call_tool},
             MCP_PATH: {"POST": self._answer_mcp},
-            "/health": {"GET": self._health},
-            "/metrics": {"GET": self._metrics},
+            _HEALTH_PATH: {"GET": self._health},
+            _METRICS_PATH: {"GET": self._metrics},
             admin.PATH: {
                 "POST": partial(act, lambda _, body: control.create(body), status=201),
                 "DELETE": partial(act, lambda _, body: control.delete_all(body)),
@@ -188,7 +192,8 @@ class GatewayApp:
                 raise scope[REFUSAL]
             headers = read_headers(scope, self._config.max_header_bytes)
             path, name = _match(scope["path"])
-            if path == admin.PATH or path.startswith(f"{admin.PATH}/"):
+            is_admin = path == admin.PATH or path.startswith(f"{admin.PATH}/")
+            if is_admin or (path in _OPEN_PATHS and self._config.host not in LOOPBACK):
                 self._require_admin(headers)
             handlers = self._routes.get(path, {})
             if not handlers:

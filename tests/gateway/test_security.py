@@ -78,6 +78,16 @@ def test_every_route_has_its_key() -> None:
         assert client.get("/health").json()["version"] == {"lineage": "scripted", "step": 0}
         assert client.get("/metrics").status_code == 200
         assert client.get("/nowhere").status_code == 404
+
+
+def test_beyond_loopback_health_and_metrics_need_the_admin_key() -> None:
+    elsewhere = GatewayConfig(host="127.0.0.2", port=0)
+    with live(minimax(), config=elsewhere) as gateway, httpx2.Client(base_url=gateway.url) as client:
+        _, key = gateway.episode()
+        for path in ("/health", "/metrics"):
+            for sent in ({}, {"x-api-key": key}, {"Authorization": f"Bearer {ADMIN_KEY}x"}):
+                assert client.get(path, headers=sent).status_code == 401
+            assert client.get(path, headers={"Authorization": f"Bearer {ADMIN_KEY}"}).status_code == 200
         assert client.get("/v1/messages/nowhere").json()["error"]["type"] == "not_found_error"
         wrong = client.get("/v1/chat/completions")
         assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
