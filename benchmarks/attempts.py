@@ -40,7 +40,7 @@ from m2forge.pool.tables import episode_table
 from m2forge.records import Task
 from m2forge.reward.config import RewardConfig
 from m2forge.reward.judge import Judge
-from m2forge.rl.attempts import Attempts
+from m2forge.rl.attempts import JudgedAttempts
 from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.tasks.catalog import find_family
 from m2forge.tasks.config import VerifyConfig
@@ -102,7 +102,7 @@ def gateway(folder: Path) -> Iterator[Gateway]:
 
 
 @asynccontextmanager
-async def opened(folder: Path, url: str, pool: Pool) -> AsyncIterator[Attempts]:
+async def opened(folder: Path, url: str, pool: Pool) -> AsyncIterator[JudgedAttempts]:
     agent = CommandAgent(CommandConfig(command=COMMAND, timeout_s=120.0))
     async with (
         GatewayAdmin(url, ADMIN_KEY) as admin,
@@ -111,11 +111,12 @@ async def opened(folder: Path, url: str, pool: Pool) -> AsyncIterator[Attempts]:
     ):
         runner = AttemptRunner(agent, admin, tasks, Workspaces(folder / "workspaces"))
         format = make_format("minimax_m2", make_tokenizer())
-        async with Attempts(runner, pool, writer, Judge(RewardConfig()), format, lambda task, rate: None) as attempts:
+        judge = Judge(RewardConfig())
+        async with JudgedAttempts(runner, pool, writer, judge, format, lambda task, rate: None) as attempts:
             yield attempts
 
 
-async def attempt_all(attempts: Attempts, pool: Pool, num: int, num_at_once: int) -> list[float]:
+async def attempt_all(attempts: JudgedAttempts, pool: Pool, num: int, num_at_once: int) -> list[float]:
     """Seconds of each of `num` attempts, in the order of their starts."""
     family = find_family("chain")
     times_s: list[float] = []

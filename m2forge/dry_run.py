@@ -173,7 +173,9 @@ def describe_rl(config: "RLConfig", runs: Path) -> Iterator[tuple[str, str]]:
     yield "steps", f"{groups} = {config.num_steps * per_step:,} attempts{limit}"
     agent = config.agent
     preset = f" ({agent.preset})" if agent.kind == "command" and agent.preset else ""
-    yield "agents", f"{agent.kind}{preset}, {agent.num_jobs} concurrent attempts"
+    num_hosts = config.cluster.agent_hosts
+    where = f" on each of {_count(num_hosts, 'agent host')}" if num_hosts else ""
+    yield "agents", f"{agent.kind}{preset}, {agent.num_jobs} concurrent attempts{where}"
     if config.eval.num_tasks:
         every = config.eval.every_steps
         between = f", every {every:,} steps" if every else ""

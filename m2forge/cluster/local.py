@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from m2forge.cluster.launcher import FATAL_STATUS, SOCKET, Role
+from m2forge.cluster.process_record import ProcessRecord
 from m2forge.errors import EngineError
 from m2forge.listener import address, listen
 
@@ -36,15 +37,19 @@ _log = logging.getLogger(__name__)
 class LocalLauncher:
     """See `Launcher`."""
 
-    def __init__(self, log_folder: Path) -> None:
-        self._log_folder = log_folder
+    def __init__(self, log_folder: Path, record_folder: Path | None = None) -> None:
+        """`record_folder`: of `process_record`; None: starts and ends are not recorded."""
+        self._log_folder, self._record_folder = log_folder, record_folder
         self._listeners: list[socket.socket] = []
 
     async def launch(self, role: Role, is_done: Callable[[], bool] = lambda: False) -> "Child":
         listener = None if role.address is None else listen(*role.address, BACKLOG)
         if listener is not None:
             self._listeners.append(listener)
-        return Child(role, self._log_folder, listener, is_done)
+        child = Child(role, self._log_folder, listener, is_done)
+        if self._record_folder is not None:
+            child.record = ProcessRecord(self._record_folder, role.name, child.node)
+        return child
 
     async def close(self) -> None:
         for listener in self._listeners:
@@ -72,12 +77,17 @@ class Child:
         self._log_path = log_folder / f"{role.name}.log"
         self._process: asyncio.subprocess.Process | None = None
         self._is_stopping, self._is_done = False, is_done
+        self.record: ProcessRecord | None = None
 
     async def supervise(self) -> None:
         num_short = 0
         while not self._is_stopping:
             started_s = time.monotonic()
+            if self.record is not None:
+                self.record.start()
             status = await self._run()
+            if self.record is not None:
+                self.record.end(status, is_death=not self._is_over(status))
             if self._is_over(status):
                 return
             if status == FATAL_STATUS:

@@ -161,6 +161,11 @@ class Pool:
         with self.database.read() as connection:
             return queues.leases_of(connection, worker)
 
+    def running(self) -> dict[str, str]:
+        """The attempts in flight and the worker of each."""
+        with self.database.read() as connection:
+            return queues.running_workers(connection)
+
     def renew(self, leases: Sequence[Lease]) -> list[Lease]:
         """Renew leases; returns the lost ones, whose attempts the caller must cancel."""
         with self.database.write() as connection:

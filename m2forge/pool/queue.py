@@ -27,7 +27,7 @@ from m2forge.pool.state import (
     move_episodes,
     move_units,
 )
-from m2forge.pool.stored import LEASE_COLUMNS, Lease, Queued, read_lease, task_text
+from m2forge.pool.stored import LEASE_COLUMNS, Lease, Queued, attempt_name, read_lease, task_text
 from m2forge.pool.tables import QUEUE_ID, call_table, episode_table, note_table, queue_table, tally_table, unit_table
 from m2forge.records import Domain, Task
 
@@ -242,6 +242,15 @@ def running(connection: Connection) -> dict[tuple[int, int], float]:
     query = select(episode.id, episode.attempt, episode.lease_until_s)
     rows = connection.execute(query.where(episode.state == EpisodeState.RUNNING))
     return {(row.id, row.attempt): row.lease_until_s for row in rows}
+
+
+def running_workers(connection: Connection) -> dict[str, str]:
+    """The worker of each running attempt, by the attempt's name."""
+    episode = episode_table.c
+    joined = episode_table.join(unit_table, episode.unit == unit_table.c.id)
+    query = select(episode.name, episode.attempt, unit_table.c.origin, episode.worker).select_from(joined)
+    rows = connection.execute(query.where(episode.state == EpisodeState.RUNNING))
+    return {attempt_name(row.name, row.attempt, row.origin): row.worker for row in rows}
 
 
 def leases_on(connection: Connection, episode_ids: Sequence[int]) -> list[Lease]:

@@ -3,13 +3,15 @@
     lease → attempt → answer, verdict and recorded calls into the pool → group complete: reward
 
 `AttemptRunner` (`agents/attempt.py`) makes one attempt, verdict included, and specifies which failures count.
-`Attempts` runs it from a lease to its end in the pool and rewards complete groups. The verdict is stored with the
-attempt; an attempt that an older version stored without one is verified by its answer alone. The gateway's copy of an
-attempt is deleted once the pool has stored it.
+`Attempts` runs it from a lease to its end in the pool; `JudgedAttempts` also rewards complete groups. The verdict is
+stored with the attempt; an attempt that an older version stored without one is verified by its answer alone. The
+gateway's copy of an attempt is deleted once the pool has stored it.
 
 Training and evaluation share `Slots`: never more than the agent's `num_jobs` concurrent attempts in all. While an
 evaluation runs, training leaves `eval.share` of the slots to it; training attempts that already hold one of those slots
 finish first. Before the first training step and after the last, an evaluation may take all slots.
+
+`Leasing` keeps the free slots of one process busy with attempts at leased episodes.
 
 `open_agent` opens the run's agent by its configured kind.
 """
@@ -18,13 +20,14 @@ import asyncio
 import contextlib
 import json
 import logging
+import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import ParamSpec, TypeVar, cast
+from typing import ParamSpec, Self, TypeVar, cast
 
 from m2forge.agents.attempt import (
     TIMEOUT,
@@ -110,6 +113,8 @@ ANSWER = "answer"
 """Artifact under which the pool stores the agent's final answer, so that it can be verified after a restart."""
 VERDICT = "verdict"
 """Artifact under which the pool stores the verifier's verdict, as JSON."""
+EMPTY_QUEUE_S = 0.2
+"""How long to wait before the next request for leases from a queue that had fewer than there were free slots."""
 JUDGED_AT_ONCE = 16
 """Complete groups read from the pool per query."""
 P = ParamSpec("P")
@@ -143,26 +148,19 @@ class AttemptCounts:
 
 
 class Attempts:
-    def __init__(
-        self,
-        runner: AttemptRunner[TaskRunner],
-        pool: Pool,
-        writer: PoolWriter,
-        judge: Judge,
-        format: ChatFormat,
-        on_judged: Callable[[Task, float], None],
-    ) -> None:
-        """`on_judged`: called with the task and pass rate of every rewarded group."""
-        self.runner, self._pool, self._writer = runner, pool, writer
-        self._judge, self._format, self._on_judged = judge, format, on_judged
-        self._judging, self._has_ended = asyncio.Lock(), asyncio.Event()
+    """Runs attempts and stores them."""
+
+    def __init__(self, runner: AttemptRunner[TaskRunner], pool: Pool, writer: PoolWriter) -> None:
+        self.runner, self.pool, self._writer = runner, pool, writer
+        self._has_ended = asyncio.Event()
+        """Set when a group may be complete."""
         # One thread: several CPU-bound threads would make the event loop wait for the GIL.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="episodes")
         self._num_deaths: Counter[int] = Counter()
         """Worker deaths by the episode that they attempted."""
         self.counts = AttemptCounts()
 
-    async def __aenter__(self) -> "Attempts":
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -170,7 +168,7 @@ class Attempts:
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
 
     async def run(self, lease: Lease) -> None:
-        """Run one attempt from its lease to its end in the pool. `judge_ended` rewards the group."""
+        """Run one attempt from its lease to its end in the pool."""
         try:
             result = await self.runner.attempt(
                 *(lease.name, lease.task, lease.group, self._num_deaths[lease.episode]),
@@ -179,7 +177,7 @@ class Attempts:
         except Interrupted as error:
             self.counts.num_interrupted += 1
             self._num_deaths[lease.episode] += isinstance(error, WorkerLost)
-            await self._writer.run(self._pool.interrupt, lease, str(error))
+            await self._writer.run(self.pool.interrupt, lease, str(error))
             return
         except RunError:
             raise
@@ -198,17 +196,67 @@ class Attempts:
         if is_over:
             self._has_ended.set()
 
-    async def judge_ended(self) -> None:
-        """Reward groups as they complete, forever; a separate task, since it outlives the lease of an attempt."""
+    async def _store(self, lease: Lease, result: AttemptResult) -> bool:
+        """Store the attempt; returns whether its group may now be complete."""
+        calls = await self._in_thread(lease.writer(self.pool.vocab_size).write_tree, result.tree)
+        artifacts = {ANSWER: result.answer, VERDICT: json.dumps(asdict(result.verdict))}
+        artifacts |= role_artifacts([str(step["role"]) for step in result.steps])
+        if tools := offered_tools(result):
+            artifacts[TOOLS] = json.dumps([tool_to_openai(tool) for tool in tools])
+        return await self._writer.end(lease, calls, Outcome(failure=result.failure, artifacts=artifacts))
+
+    async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run work that reads all calls of an episode, which may take seconds, off the event loop."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, lambda: work(*args, **kwargs))
+
+    async def _give_up(self, lease: Lease, reason: str) -> None:
+        self.counts.num_broken += 1
+        _log.warning("%s failed: %s", lease.name, reason)
+        with contextlib.suppress(LeaseLostError):
+            if await self._writer.run(self.pool.fail, lease, reason) is EpisodeState.FAILED:
+                self._num_deaths.pop(lease.episode, None)
+                _log.warning("%s: dropped, because too many of its attempts failed", lease.group)
+
+    def _count(self, result: AttemptResult) -> None:
+        self.counts.num_ended += 1
+        self.counts.num_timeouts += result.failure == TIMEOUT
+        self.counts.num_rebuilt += result.is_equal is not None
+        self.counts.num_unequal += result.is_equal is False
+        self.counts.num_errors += result.failure not in (None, TIMEOUT)
+        self.counts.num_tokens += sum(sample.logprobs.size for sample in result.tree.samples)
+
+
+class JudgedAttempts(Attempts):
+    """Also rewards complete groups, whichever process ran their attempts."""
+
+    def __init__(
+        self,
+        runner: AttemptRunner[TaskRunner],
+        pool: Pool,
+        writer: PoolWriter,
+        judge: Judge,
+        format: ChatFormat,
+        on_judged: Callable[[Task, float], None],
+    ) -> None:
+        """`on_judged`: called with the task and pass rate of every rewarded group."""
+        super().__init__(runner, pool, writer)
+        self._judge, self._format, self._on_judged = judge, format, on_judged
+        self._judging = asyncio.Lock()
+
+    async def judge_ended(self, every_s: float | None = None) -> None:
+        """Reward groups as they complete, forever; a separate task, since it outlives the lease of an attempt.
+        `every_s`: how often to look for groups whose attempts other processes ran; None: there are no others."""
         while True:
-            await self._has_ended.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._has_ended.wait(), every_s)
             self._has_ended.clear()
             await self.judge_complete()
 
     async def judge_complete(self) -> None:
         """Reward the groups whose attempts have all ended, including those left by a loop that died."""
         async with self._judging:
-            while complete := await self._writer.run(self._pool.unjudged, JUDGED_AT_ONCE):
+            while complete := await self._writer.run(self.pool.unjudged, JUDGED_AT_ONCE):
                 for unit, leases in complete:
                     await self._judge_unit(unit, leases)
 
@@ -217,7 +265,7 @@ class Attempts:
         judged = await self._in_thread(self._judge.judge, attempts)
         try:
             await self._writer.run(
-                self._pool.reward_unit, [_rewarding(*pair) for pair in zip(leases, judged, strict=True)]
+                self.pool.reward_unit, [_rewarding(*pair) for pair in zip(leases, judged, strict=True)]
             )
         except StateError as error:
             # The trainer dropped it meanwhile: it waited too long, or is too stale.
@@ -238,36 +286,6 @@ class Attempts:
         if stored.failure is not None:
             return Verdict(0.0, {"failure": stored.failure})
         return await self.runner.tasks.verify(stored.task, Submission(stored.artifacts[ANSWER]))
-
-    async def _store(self, lease: Lease, result: AttemptResult) -> bool:
-        """Store the attempt; returns whether its group may now be complete."""
-        calls = await self._in_thread(lease.writer(self._pool.vocab_size).write_tree, result.tree)
-        artifacts = {ANSWER: result.answer, VERDICT: json.dumps(asdict(result.verdict))}
-        artifacts |= role_artifacts([str(step["role"]) for step in result.steps])
-        if tools := offered_tools(result):
-            artifacts[TOOLS] = json.dumps([tool_to_openai(tool) for tool in tools])
-        return await self._writer.end(lease, calls, Outcome(failure=result.failure, artifacts=artifacts))
-
-    async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run work that reads all calls of an episode, which may take seconds, off the event loop."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, lambda: work(*args, **kwargs))
-
-    async def _give_up(self, lease: Lease, reason: str) -> None:
-        self.counts.num_broken += 1
-        _log.warning("%s failed: %s", lease.name, reason)
-        with contextlib.suppress(LeaseLostError):
-            if await self._writer.run(self._pool.fail, lease, reason) is EpisodeState.FAILED:
-                self._num_deaths.pop(lease.episode, None)
-                _log.warning("%s: dropped, because too many of its attempts failed", lease.group)
-
-    def _count(self, result: AttemptResult) -> None:
-        self.counts.num_ended += 1
-        self.counts.num_timeouts += result.failure == TIMEOUT
-        self.counts.num_rebuilt += result.is_equal is not None
-        self.counts.num_unequal += result.is_equal is False
-        self.counts.num_errors += result.failure not in (None, TIMEOUT)
-        self.counts.num_tokens += sum(sample.logprobs.size for sample in result.tree.samples)
 
 
 def offered_tools(result: AttemptResult) -> tuple[Tool, ...]:
@@ -348,6 +366,53 @@ class Slots:
         for freed in waiting:
             if not freed.done():
                 freed.set_result(None)
+
+
+class Leasing:
+    def __init__(
+        self,
+        worker: str,
+        pool: Pool,
+        writer: PoolWriter,
+        attempts: Attempts,
+        slots: Slots,
+        running: dict[asyncio.Task[None], Lease] | None = None,
+    ) -> None:
+        """`worker`: the name under which this process holds leases."""
+        self._worker, self._pool, self._writer, self._attempts, self._slots = worker, pool, writer, attempts, slots
+        self.running = {} if running is None else running
+        """Attempts in flight and their leases."""
+        self._look_at_s = 0.0
+
+    async def fill(self, *, is_due: bool = False) -> None:
+        """Start attempts on all free slots; raises what an attempt raised that ends the run. `is_due`: whether to look
+        for queued episodes at once."""
+        if is_due or time.monotonic() >= self._look_at_s:
+            num_free, num_leased = self._slots.take(self._slots.total), 0
+            try:
+                leases = await self._writer.run(self._pool.lease, self._worker, num_free) if num_free else []
+                num_leased = len(leases)
+            finally:
+                self._slots.give_back(num_free - num_leased)
+            for lease in leases:
+                task = asyncio.create_task(self._attempts.run(lease))
+                task.add_done_callback(lambda _: self._slots.give_back())
+                self.running[task] = lease
+            # An empty queue gets work when it is filled, or when an attempt fails, which is rare.
+            self._look_at_s = time.monotonic() + (EMPTY_QUEUE_S if num_leased < num_free else 0.0)
+        for task in [task for task in self.running if task.done()]:
+            del self.running[task]
+            if not task.cancelled():
+                task.result()
+
+
+async def renew_leases(pool: Pool, writer: PoolWriter, running: Mapping[asyncio.Task[None], Lease]) -> None:
+    """Renew the leases of attempts in flight, and cancel the attempts that lost theirs."""
+    lost = await writer.run(pool.renew, list(running.values()))
+    names = {lease.name for lease in lost}
+    for task, lease in running.items():
+        if lease.name in names:
+            task.cancel()
 
 
 async def gather(work: Iterable[Coroutine[object, object, T]]) -> list[T]:

@@ -3,10 +3,12 @@
     python -m m2forge.rl.child_main trainer RUN_DIR                     on a mesh, starts itself once for each rank
     python -m m2forge.rl.child_main sampler RUN_DIR SOCKET              serves the newest published weights by HTTP
     python -m m2forge.rl.child_main gateway RUN_DIR SOCKET SAMPLER_URL
+    python -m m2forge.rl.child_main host RUN_DIR NAME GATEWAY_URL       an agent host (rl/host.py)
 
 SOCKET is the file descriptor of a listening socket that outlives the process (cluster/launcher.py). Standard input
-holds the API keys, one per line: the server's own, then for the gateway the sampler's. The gateway's process also
-executes tasks' tools: it runs the families' code in worker processes and adds each call's latency.
+holds the API keys, one per line: the server's own, then for the gateway the sampler's; for a host the gateway's. The
+gateway's process also executes tasks' tools: it runs the families' code in worker processes and adds each call's
+latency.
 """
 
 import asyncio
@@ -14,12 +16,13 @@ import contextlib
 import os
 import socket
 import sys
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from m2forge.cluster.launcher import end_with_error
 from m2forge.config import load_resolved
-from m2forge.errors import ConfigError, NotFoundError, TrainingError
+from m2forge.errors import ConfigError, TrainingError
 from m2forge.importing import importing
 from m2forge.observe.log import set_up_logging
 from m2forge.records import JsonValue, Task
@@ -30,6 +33,7 @@ from m2forge.text.message import tool_to_openai
 from m2forge.train.run_dir import CONFIG_FILE
 
 MODULE = "m2forge.rl.child_main"
+POLL_S = 0.1
 MAX_PERF = 1.0
 """Upper bound of a posted reward, because it counts as the perf of a deployed agent's episode."""
 
@@ -55,9 +59,10 @@ def run_sampler(run_dir: Path, descriptor: str) -> None:
         from m2forge.rollout.server.app import serve_model
 
     config = load_resolved(RLConfig, run_dir / CONFIG_FILE)
-    newest = Layout(run_dir).weight_store(config).newest()
-    if newest is None:
-        raise NotFoundError(f"{run_dir}: no weights are published yet")
+    store = Layout(run_dir).weight_store(config)
+    while (newest := store.newest()) is None:
+        # A trainer that starts over removes what it had published.
+        time.sleep(POLL_S)
     version, folder = newest
     if config.engine.num_threads is not None:
         torch.set_num_threads(config.engine.num_threads)
@@ -106,6 +111,14 @@ def run_gateway(run_dir: Path, descriptor: str, sampler_url: str) -> None:
     )
 
 
+def run_host(run_dir: Path, name: str, gateway_url: str) -> None:
+    (key,) = read_keys(1)
+    with importing():
+        from m2forge.rl import host
+
+    host.run_host(Layout(run_dir), load_resolved(RLConfig, run_dir / CONFIG_FILE), name, gateway_url, key)
+
+
 def read_keys(num_keys: int) -> list[str]:
     """Read the keys from standard input, up to its end."""
     keys = sys.stdin.read().split()
@@ -140,7 +153,12 @@ async def open_tool_host(config: RLConfig, folder: Path) -> AsyncGenerator[Famil
         yield FamilyToolHost(runner)
 
 
-PROCESSES: dict[str, Callable[..., None]] = {"trainer": run_trainer, "sampler": run_sampler, "gateway": run_gateway}
+PROCESSES: dict[str, Callable[..., None]] = {
+    "trainer": run_trainer,
+    "sampler": run_sampler,
+    "gateway": run_gateway,
+    "host": run_host,
+}
 
 
 if __name__ == "__main__":

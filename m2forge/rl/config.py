@@ -24,6 +24,7 @@ from pydantic import Field, model_validator
 
 from m2forge.agents.config import CommandConfig, LoopConfig, WorkerConfig
 from m2forge.agents.preset import with_preset
+from m2forge.cluster.config import ClusterConfig
 from m2forge.config import Config, TomlValue
 from m2forge.gateway.config import Budget, GatewayConfig, SamplingConfig
 from m2forge.pool.config import PoolConfig
@@ -131,6 +132,7 @@ class RLConfig(Config):
     gateway: GatewayConfig = GatewayConfig(port=0)
     pool: PoolConfig = PoolConfig()
     """The data pool; a relative SQLite path is resolved against the run's directory."""
+    cluster: ClusterConfig = ClusterConfig()
 
     @property
     def gateway_port(self) -> int:

@@ -21,7 +21,6 @@ waited for its user. An episode that is not stored within `pool.deployed_s` of i
 import asyncio
 import json
 import logging
-import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,13 +35,10 @@ from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.stored import CallWriter, role_artifacts
 from m2forge.records import JsonValue, Reward, Task
 from m2forge.rl.config import RLConfig
-from m2forge.rl.gateway_admin import GatewayAdmin, RefusedError
+from m2forge.rl.gateway_admin import LOOP_EPISODE_ID, GatewayAdmin, RefusedError
 from m2forge.rl.servers import Server
 from m2forge.tree.token_tree import TokenTree
 
-LOOP_EPISODE_ID = re.compile(r"g\d+-\d+-\d+|check-.*")
-"""Matches the ids of the loop's own episodes at the gateway: attempts of the pool and of evaluations. All other ids
-belong to deployed agents."""
 POLL_S = 0.5
 
 _log = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ is one process, so an attempt costs three small requests and its share of a batc
 import asyncio
 import json
 import logging
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -30,6 +31,9 @@ MAX_AT_ONCE = 32
 """Maximum concurrent requests; more would queue in the gateway instead."""
 DELETE_S = 0.2
 """How long deletions are collected before they are sent in one request."""
+LOOP_EPISODE_ID = re.compile(r"g\d+-\d+-\d+|check-.*")
+"""Matches the ids of the loop's own episodes at the gateway: attempts of the pool and of evaluations. All other ids
+belong to deployed agents."""
 OK, CREATED, NOT_FOUND, UNAVAILABLE = 200, 201, 404, 503
 
 _log = logging.getLogger(__name__)

@@ -9,9 +9,11 @@
                 kept/               each evaluation's attempts at a few held-out tasks
                 ratios/             importance ratio of each trained token, for the last steps
                 agents/             folders of agent workers
-                workspaces/         workspace and home of each attempt in flight
+                workspaces/         workspace and home of each attempt in flight, with agent hosts in a folder per host
                 sandboxes.json      numbers of the attempts' sandboxes, about every second
                 log/                output of the processes
+                processes/          starts and ends of each process (cluster/process_record.py); counts of agent hosts
+                keeper.sock         with agent hosts: connects the loop with the keeper of its processes
                 failure.txt         the error that ended the run's last process
                 gateway.json        URL and admin key of the gateway, while a run that admits deployed agents is running
                 model/              the finished model
@@ -34,6 +36,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from m2forge.cluster.keeper import RECORD_FOLDER
 from m2forge.errors import RecordError
 from m2forge.files import append_line, sync_path, whole_lines
 from m2forge.pool.config import PoolConfig
@@ -75,6 +78,10 @@ class Layout:
     @property
     def sandboxes(self) -> Path:
         return self.run_dir / "sandboxes.json"
+
+    @property
+    def processes(self) -> Path:
+        return self.run_dir / RECORD_FOLDER
 
     @property
     def log(self) -> Path:

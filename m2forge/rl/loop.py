@@ -11,6 +11,9 @@ Everything that must outlive the loop is on disk: the pool, the journals, the we
 the other processes and the agents die with it; after a restart, in-flight attempts restart with new API keys, and the
 old keys are refused. Pass rates recorded since the last tasks were queued are lost.
 
+With `cluster.agent_hosts` the training attempts run in agent hosts (`rl/host.py`). They, gateway and sampler belong to
+a keeper (`cluster/keeper.py`) and go on if the loop is killed; a resumed loop finds them and rewards what they stored.
+
 `Supply` draws a batch of tasks from the curriculum whenever the queue has room for one. It replaces a group that is
 dropped before training (no signal, too many failed attempts, too stale, too slow) by another task of the same stage and
 domain. So training takes exactly the number of units that were drawn for a stage, and both change the stage after the
@@ -37,6 +40,7 @@ drawn twice.
 #     tree/codec.py                     the tree that the gateway sends
 #     reward/judge.py                   rewards of a group
 #     reward/rule.py                    process reward of a step
+#     rl/host.py                        counts of attempts, for the view
 #     weights/store.py                  published policy versions
 #     pool/batch.py                     which lineage the sampler serves, after a weight update
 
@@ -47,19 +51,19 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from m2forge.agents.attempt import AttemptRunner
 from m2forge.agents.workspace import SandboxCounts, Workspaces
-from m2forge.cluster.launcher import Role
+from m2forge.cluster.keeper import KeptLauncher, fingerprint
+from m2forge.cluster.launcher import Launched, Launcher, Role
 from m2forge.cluster.local import LocalLauncher
 from m2forge.config import Setting, build, load, to_overrides
 from m2forge.errors import EngineError
 from m2forge.files import write_atomic
-from m2forge.gateway.episodes.closed_journal import journal_ids
 from m2forge.gateway.format import load_format
 from m2forge.http_client import HttpClient, encode_json
 from m2forge.loop_thread import run_anywhere
@@ -74,16 +78,27 @@ from m2forge.pool.state import StateError, UnitState
 from m2forge.pool.stored import Lease, Queued
 from m2forge.records import JsonValue, PolicyVersion, Task
 from m2forge.reward.judge import Judge
-from m2forge.rl.attempts import AttemptCounts, Attempts, Slots, attempt_sandbox, cancel_all, open_agent, require_agent
+from m2forge.rl.attempts import (
+    AttemptCounts,
+    Attempts,
+    JudgedAttempts,
+    Leasing,
+    Slots,
+    attempt_sandbox,
+    cancel_all,
+    open_agent,
+    renew_leases,
+    require_agent,
+)
 from m2forge.rl.child_main import MODULE
 from m2forge.rl.config import RLConfig
-from m2forge.rl.deployed import LOOP_EPISODE_ID, DeployedEpisodes, write_address
+from m2forge.rl.deployed import DeployedEpisodes, write_address
 from m2forge.rl.eval import EvalResult, Evaluations, read_results
 from m2forge.rl.gateway_admin import GatewayAdmin
+from m2forge.rl.host import add_counts, delete_ended, host_names, open_admin, open_tasks
 from m2forge.rl.layout import Layout, read_lineage
 from m2forge.rl.servers import Server, make_servers
 from m2forge.tasks.curriculum import Curriculum, Draw, Families
-from m2forge.tasks.runner import TaskRunner
 from m2forge.tasks.survey import survey
 from m2forge.tasks.task_set import FamilyInfo
 from m2forge.text.format import make_format
@@ -98,8 +113,8 @@ LOAD_S = 600.0
 POLL_S = 0.02
 FAILED = 503
 """HTTP status of a sampler whose engine has failed."""
-EMPTY_QUEUE_S = 0.2
-"""How long to wait before the next request for leases from a queue that had fewer than there were free slots."""
+JUDGE_S = 0.2
+"""How often the loop looks for complete groups whose attempts agent hosts ran."""
 VIEW_S = 1.0
 """Time between two updates of the terminal's progress view."""
 _log = logging.getLogger(__name__)
@@ -207,13 +222,15 @@ class Loop:
         """Run until the trainer has made all its steps and the last evaluation is done. If interrupted, it stops
         everything that it started before it raises."""
         background: set[asyncio.Task[None]] = set()
-        launcher = LocalLauncher(self.layout.log)
+        own = LocalLauncher(self.layout.log, self.layout.processes)
+        launcher = self._serving_launcher(own)
         role = Role("trainer", (MODULE, "trainer", str(self.layout.run_dir)))
-        trainer = await launcher.launch(role, lambda: is_trained(self.layout, self.config))
-        servers = await make_servers(launcher, self.layout, self.config.gateway.host, self.config.gateway_port)
-        serving = (servers.sampler.child, servers.gateway.child)
+        trainer = await own.launch(role, lambda: is_trained(self.layout, self.config))
+        serving: list[Launched] = []
         try:
             with _terminated_as_interrupted():
+                servers = await make_servers(launcher, self.layout, self.config.gateway.host, self.config.gateway_port)
+                serving = [servers.sampler.child, servers.gateway.child]
                 training = self._start(background, trainer.supervise())
                 await self._while_alive(background, self._wait_for_weights())
                 for child in serving:
@@ -221,47 +238,57 @@ class Loop:
                 if self.config.pool.admit_deployed:
                     write_address(self.layout.gateway, servers.gateway)
                 async with (
-                    self._open_admin(servers.gateway) as admin,
-                    open_agent(self.config.agent, self.layout.agents, self.format) as agent,
-                    TaskRunner(
-                        self.config.verify,
-                        self.layout.run_dir / "verify",
-                        self.config.curriculum.family_keys,
-                        wrong_on_raise=self.config.curriculum.wrong_on_raise,
-                        reward=self.config.reward.function,
-                    ) as runner,
+                    open_admin(self.config, servers.gateway.url, servers.gateway.key) as admin,
+                    open_agent(self.config.agent, self._own(self.layout.agents), self.format) as agent,
+                    open_tasks(self.config, self._own(self.layout.run_dir / "verify")) as runner,
                     PoolWriter(self.pool) as writer,
                 ):
-                    workspaces = Workspaces(self.layout.workspaces, attempt_sandbox(self.config.agent))
+                    workspaces = Workspaces(self._own(self.layout.workspaces), attempt_sandbox(self.config.agent))
                     attempt_runner = AttemptRunner(
                         agent, admin, runner, workspaces, lambda: sum(child.num_starts for child in serving)
                     )
-                    async with Attempts(
+                    async with JudgedAttempts(
                         attempt_runner, self.pool, writer, self.judge, self.format, self._note_group
                     ) as attempts:
                         try:
-                            await self._roll_out(background, training, servers.sampler, attempts, writer, admin)
+                            hosts = await self._launch_hosts(launcher, servers.gateway)
+                            await self._roll_out(background, training, servers.sampler, hosts, attempts, writer, admin)
                         finally:
                             # Before the resources that they use are closed.
                             await cancel_all(background | set(self._running))
         finally:
             await cancel_all(background)
-            children = (trainer, servers.gateway.child, servers.sampler.child)
-            await asyncio.gather(*(child.stop() for child in children))
+            await asyncio.gather(*(child.stop() for child in (trainer, *reversed(serving))))
             await launcher.close()
+            await own.close()
             self.layout.gateway.unlink(missing_ok=True)
             self.pool.close()
 
-    def _open_admin(self, gateway: Server) -> GatewayAdmin:
-        agent = self.config.agent
-        return GatewayAdmin(gateway.url, gateway.key, budget=agent.budget, sampling=agent.sampling.record())
+    def _serving_launcher(self, own: LocalLauncher) -> Launcher:
+        """Of sampler, gateway and agent hosts. `own`: launches the loop's own children."""
+        if not self.config.cluster.agent_hosts:
+            return own
+        mark = fingerprint((self.layout.run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+        return KeptLauncher(self.layout.run_dir, mark, self.config.cluster.outlive_s)
+
+    def _own(self, folder: Path) -> Path:
+        """The loop's part of a folder that it shares with agent hosts."""
+        return folder / WORKER if self.config.cluster.agent_hosts else folder
+
+    async def _launch_hosts(self, launcher: Launcher, gateway: Server) -> list[Launched]:
+        commands = {name: (MODULE, "host", str(self.layout.run_dir), name) for name in host_names(self.config)}
+        return [
+            await launcher.launch(Role(name, (*command, gateway.url), (gateway.key,)))
+            for name, command in commands.items()
+        ]
 
     async def _roll_out(
         self,
         background: set[asyncio.Task[None]],
         training: asyncio.Task[None],
         sampler: Server,
-        attempts: Attempts,
+        hosts: Sequence[Launched],
+        attempts: JudgedAttempts,
         writer: PoolWriter,
         admin: GatewayAdmin,
     ) -> None:
@@ -271,11 +298,13 @@ class Loop:
         await self._take_over(writer, admin)
         await attempts.judge_complete()
         self._start(background, self._push_weights(sampler, writer))
+        for host in hosts:
+            self._start(background, host.supervise())
         await self._while_alive(background, self.evaluations.first(runner))
         self._start(background, self._renew(writer))
         view = View(self.layout, self.config, self.pool, attempts.counts, runner.workspaces.counts)
         self._start(background, view.show(writer))
-        self._start(background, attempts.judge_ended())
+        self._start(background, attempts.judge_ended(JUDGE_S if hosts else None))
         feeding = {self._start(background, self._feed(writer, attempts, runner.tasks.next_task))}
         if self.config.pool.admit_deployed:
             deployed = DeployedEpisodes(self.config, self.layout.journal, admin, self.pool, writer)
@@ -283,9 +312,18 @@ class Loop:
         self._start(background, self.evaluations.run_scheduled(runner))
         await self._while_alive(background - {training}, training)
         await cancel_all(feeding | set(self._running))
+        await self._stop_hosts(hosts, writer, admin)
         self.slots.end_training()
         last = self.evaluations.last(runner, self._serves_newest)
         await self._while_alive(background - {training, *feeding}, last)
+
+    async def _stop_hosts(self, hosts: Sequence[Launched], writer: PoolWriter, admin: GatewayAdmin) -> None:
+        """Stop the hosts once training is over, and delete the episodes of what they still attempted."""
+        await asyncio.gather(*(host.stop() for host in hosts))
+        for host in hosts:
+            await writer.run(self.pool.release, host.name)
+        if hosts:
+            await delete_ended(self.layout.journal, self.pool, writer, admin, with_evaluations=False)
 
     def _start(self, background: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a background task."""
@@ -309,29 +347,14 @@ class Loop:
             await cancel_all({task})
 
     async def _feed(self, writer: PoolWriter, attempts: Attempts, draw: Draw) -> None:
-        """Fill the queue and start attempts on every free slot."""
-        look_at_s = 0.0
+        """Fill the queue; unless agent hosts run them, start attempts on every free slot."""
+        leasing = Leasing(WORKER, self.pool, writer, attempts, self.slots, self._running)
         supply = Supply(self.config, self.pool, writer, self.curriculum, draw, self._note)
         self.slots.is_training = True
         while True:
             is_filled = await supply.fill()
-            if is_filled or time.monotonic() >= look_at_s:
-                num_free, num_leased = self.slots.take(self.slots.total), 0
-                try:
-                    leases = await writer.run(self.pool.lease, WORKER, num_free) if num_free else []
-                    num_leased = len(leases)
-                finally:
-                    self.slots.give_back(num_free - num_leased)
-                for lease in leases:
-                    task = asyncio.create_task(attempts.run(lease))
-                    task.add_done_callback(lambda _: self.slots.give_back())
-                    self._running[task] = lease
-                # An empty queue gets work when it is filled, or when an attempt fails, which is rare.
-                look_at_s = time.monotonic() + (EMPTY_QUEUE_S if num_leased < num_free else 0.0)
-            for task in [task for task in self._running if task.done()]:
-                del self._running[task]
-                if not task.cancelled():
-                    task.result()
+            if not self.config.cluster.agent_hosts:
+                await leasing.fill(is_due=is_filled)
             await asyncio.sleep(POLL_S)
 
     def _note(self) -> str:
@@ -341,11 +364,7 @@ class Loop:
     async def _renew(self, writer: PoolWriter) -> None:
         while True:
             await asyncio.sleep(self.config.pool.lease_s / 4)
-            lost = await writer.run(self.pool.renew, list(self._running.values()))
-            names = {lease.name for lease in lost}
-            for task, lease in self._running.items():
-                if lease.name in names:
-                    task.cancel()
+            await renew_leases(self.pool, writer, self._running)
             await writer.run(self.pool.requeue_expired)
             while await writer.run(self.pool.sweep):
                 await asyncio.sleep(0)
@@ -403,11 +422,13 @@ class Loop:
             await asyncio.sleep(POLL_S)
 
     async def _take_over(self, writer: PoolWriter, admin: GatewayAdmin) -> None:
-        """Release the leases of a loop that died, so that its attempts restart, and delete its episodes at the gateway,
-        including those already stored in the pool; their keys are then refused."""
-        await writer.run(self.pool.release, WORKER)
-        names = journal_ids(self.layout.journal)
-        await admin.delete(name for name in names if LOOP_EPISODE_ID.fullmatch(name))
+        """Release the leases of a loop that died and of hosts that this run no longer has, so that their attempts
+        restart, and delete their episodes at the gateway, including those already stored in the pool; their keys are
+        then refused. Hosts release their own leases when they start; those that outlived the loop keep them."""
+        workers = set((await writer.run(self.pool.running)).values())
+        for worker in workers - {*host_names(self.config)}:
+            await writer.run(self.pool.release, worker)
+        await delete_ended(self.layout.journal, self.pool, writer, admin, with_evaluations=True)
 
     def _note_group(self, task: Task, pass_rate: float) -> None:
         before = self.curriculum.levels()
@@ -520,31 +541,36 @@ class View:
 
     async def show(self, writer: PoolWriter) -> None:
         with progress(self._config.num_steps, self._config.name) as bar:
-            shown, num_tokens, at_s = 0, self._counts.num_tokens, time.monotonic()
+            shown, at_s = 0, time.monotonic()
+            num_tokens = (await asyncio.to_thread(self._all_counts))[0].num_tokens
             while True:
                 await asyncio.sleep(VIEW_S)
                 last = read_last_step(self._layout.run_dir / FILE_NAME)
                 fields = await self._queue_fields(writer)
+                counts, sandboxes = await asyncio.to_thread(self._all_counts)
                 if self._config.agent.sandbox.backend != "process":
-                    fields |= {"sandboxes": f"{self._sandboxes.num_alive}"}
-                    await asyncio.to_thread(self._write_sandboxes)
+                    fields |= {"sandboxes": f"{sandboxes.num_alive}"}
+                    await asyncio.to_thread(self._write_sandboxes, sandboxes)
                 passed_s, at_s = time.monotonic() - at_s, time.monotonic()
-                fields["tokens/s"] = f"{(self._counts.num_tokens - num_tokens) / passed_s:,.0f}"
-                num_tokens = self._counts.num_tokens
-                for domain, perfs in self._counts.perfs.items():
+                # A restarted host counts from zero.
+                fields["tokens/s"] = f"{max(0, counts.num_tokens - num_tokens) / passed_s:,.0f}"
+                num_tokens = counts.num_tokens
+                for domain, perfs in counts.perfs.items():
                     if perfs:
                         fields[domain] = f"{sum(perfs) / len(perfs):.0%}"
                         del perfs[:-256]
-                fields |= _failure_fields(self._counts)
+                fields |= _failure_fields(counts)
                 if last is not None:
                     fields |= _step_fields(last)
                 done = 0 if last is None else last.step
                 bar.advance(max(0, done - shown), fields)
                 shown = max(shown, done)
 
-    def _write_sandboxes(self) -> None:
+    def _all_counts(self) -> tuple[AttemptCounts, SandboxCounts]:
+        return add_counts(self._layout, self._config, self._counts, self._sandboxes)
+
+    def _write_sandboxes(self, counts: SandboxCounts) -> None:
         """Write the numbers for the run page, if they have changed."""
-        counts = self._sandboxes
         nums = {"num_alive": counts.num_alive, "num_forked": counts.num_started, "num_failed": counts.num_failed}
         text = json.dumps({"backend": self._config.agent.sandbox.backend, **nums})
         if text != self._written:

@@ -21,7 +21,7 @@ FAILURE_FILE = "failure.txt"
 """The error that ended the run's last process, in one line; absent while a process runs and after an interrupt."""
 MODE = 0o700
 """A run's directory is private to its owner: it holds the pool and what agents and models wrote."""
-MUTABLE_KEYS = ("train.machine", "train.checkpoint", "train.metrics", "eval.export")
+MUTABLE_KEYS = ("train.machine", "train.checkpoint", "train.metrics", "eval.export", "cluster")
 """Config tables and keys that may change on resume."""
 IMPLIED = {"train.router_bias": "balanced", "agent.sandbox.backend": "process"}
 """Values that older runs used implicitly, before their configuration recorded the key."""

@@ -29,7 +29,7 @@ from m2forge.protocols import Chunk, Prompt
 from m2forge.records import Reward, Submission
 from m2forge.reward.config import RewardConfig
 from m2forge.reward.judge import Judge
-from m2forge.rl.attempts import ANSWER, AttemptCounts, Attempts, open_agent
+from m2forge.rl.attempts import ANSWER, AttemptCounts, JudgedAttempts, open_agent
 from m2forge.rl.config import WorkerAgentConfig
 from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.tasks.agent import Chain
@@ -194,7 +194,7 @@ def test_nothing_that_an_agent_gets_holds_the_verifiers_data(tmp_path: Path) -> 
 @contextlib.asynccontextmanager
 async def attempts_of(
     gateway_url: str, key: str, pool: Pool, folder: Path, command: Sequence[str] = ()
-) -> AsyncGenerator[Attempts, None]:
+) -> AsyncGenerator[JudgedAttempts, None]:
     """`command`: of the workers that run families' code."""
     config = WorkerAgentConfig(command=(sys.executable, "-c", PROGRAM), timeout_s=30.0)
     verify, families = VerifyConfig(timeout_s=0.5), {"command": command} if command else {}
@@ -205,7 +205,7 @@ async def attempts_of(
         TaskRunner(verify, folder / "verify", **families) as runner,  # type: ignore[arg-type]  # one keyword
     ):
         attempt_runner = AttemptRunner(agent, admin, runner, Workspaces(folder / "workspaces"))
-        yield Attempts(attempt_runner, pool, writer, Judge(RewardConfig()), minimax(), lambda task, rate: None)
+        yield JudgedAttempts(attempt_runner, pool, writer, Judge(RewardConfig()), minimax(), lambda task, rate: None)
 
 
 def open_pool(folder: Path, **fields: object) -> Pool:
@@ -312,7 +312,9 @@ def test_a_hostile_answer_is_judged_in_time_after_a_restart(tmp_path: Path) -> N
             ):
                 attempt_runner = AttemptRunner(agent, admin, runner, Workspaces(tmp_path / "workspaces"))
                 judge = Judge(RewardConfig())
-                async with Attempts(attempt_runner, pool, writer, judge, format, lambda task, rate: None) as attempts:
+                async with JudgedAttempts(
+                    attempt_runner, pool, writer, judge, format, lambda task, rate: None
+                ) as attempts:
                     await attempts.judge_complete()
             assert not {thread for thread in threading.enumerate() if thread.name.startswith("episodes")} - before
             assert attempts.counts.num_groups == 1

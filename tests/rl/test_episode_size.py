@@ -13,7 +13,7 @@ from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.records import Call, FinishReason, PolicyVersion, Task, Verdict
 from m2forge.reward.config import RewardConfig
 from m2forge.reward.judge import Judge
-from m2forge.rl.attempts import Attempts
+from m2forge.rl.attempts import JudgedAttempts
 from m2forge.tasks.catalog import family_of, find_family
 from m2forge.tasks.runner import TaskRunner
 from m2forge.tasks.task_set import TaskSet
@@ -64,7 +64,7 @@ def longest_stall_s(folder: Path) -> float:
     async def scene(pool: Pool) -> list[float]:
         async with PoolWriter(pool) as writer:
             agents = cast(AttemptRunner[TaskRunner], OneLongEpisode(tree))
-            attempts = Attempts(
+            attempts = JudgedAttempts(
                 agents, pool, writer, Judge(RewardConfig()), format, lambda *group: judged.append(group)
             )
             pool.put([(task, 1)])
@@ -115,7 +115,7 @@ def test_an_attempt_ends_before_its_group_is_judged(tmp_path: Path) -> None:
         may_judge = asyncio.Event()
         agents = cast(AttemptRunner[TaskRunner], SlowFamily(TokenTree(pool.vocab_size), may_judge))
         async with PoolWriter(pool) as writer:
-            attempts = Attempts(
+            attempts = JudgedAttempts(
                 agents, pool, writer, Judge(RewardConfig()), format, lambda *group: judged.append(group)
             )
             pool.put([(task, 1)])

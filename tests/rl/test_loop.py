@@ -119,7 +119,7 @@ def test_a_verifier_that_raises_too_often_ends_the_run(
     run = Loop.run
     monkeypatch.setattr(Loop, "run", lambda loop: asyncio.wait_for(run(loop), timeout=60))
     command = (sys.executable, "-m", "tests.rl.raising_worker")
-    monkeypatch.setattr("m2forge.rl.loop.TaskRunner", partial(TaskRunner, command=command))
+    monkeypatch.setattr("m2forge.rl.host.TaskRunner", partial(TaskRunner, command=command))
     answering = (
         "import json, sys\nfor line in sys.stdin: print(json.dumps({'id': json.loads(line)['id'], 'answer': '?'}))"
     )
