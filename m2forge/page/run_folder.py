@@ -21,6 +21,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import cast
 
+from m2forge.cluster.process_record import read_histories
 from m2forge.config import Config, TomlValue, current_keys
 from m2forge.errors import M2ForgeError, NotFoundError
 from m2forge.files import whole_lines
@@ -155,6 +156,9 @@ def _number(value: float | None) -> float | None:
 
 CHECKS_FILE, MODEL_FOLDER, RATIOS_FOLDER, WEIGHTS_FOLDER = "checks.jsonl", "model", "ratios", "weights"
 SANDBOXES_FILE, YIELDS_FILE = "sandboxes.json", "yields.json"
+PROCESSES_FOLDER = "processes"
+MAX_DEATHS = 8
+"""Last deaths of a process that the page shows."""
 POOL_FILES = ("pool.db", "pool.db-wal")
 SQLITE = "sqlite:///"
 _YIELD_COUNTS = ("num_in", "num_passed", "num_made", "num_asked", "num_cached", "num_prompt", "num_sampled")
@@ -268,6 +272,7 @@ class Run:
             "has_pool": self.pool_config() is not None,
             "checks": checks,
             "sandboxes": self.sandboxes(is_running=state is RunState.RUNNING),
+            "processes": self.processes(is_running=state is RunState.RUNNING),
             "yields": self.yields(),
             "problems": problems,
         }
@@ -282,6 +287,21 @@ class Run:
             return None
         nums["num_alive"] *= is_running
         return {"backend": str(found.get("backend", "")), **nums}
+
+    def processes(self, *, is_running: bool) -> list[JsonValue]:
+        """The run's processes: where each runs, how often it was started, and its last deaths."""
+        found = read_histories(self.run_dir / PROCESSES_FOLDER)
+        return [
+            {
+                "name": history.name,
+                "node": history.node,
+                "is_running": history.is_running and is_running,
+                "num_starts": history.num_starts,
+                "num_deaths": len(history.deaths),
+                "deaths": [{"at_s": at_s, "status": status} for at_s, status in history.deaths[-MAX_DEATHS:]],
+            }
+            for history in found
+        ]
 
     def yields(self) -> dict[str, JsonValue] | None:
         """What became of the items of a pipeline, by stage; None for other runs."""

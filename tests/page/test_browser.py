@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
+from m2forge.cluster.process_record import ProcessRecord
 from m2forge.page.report import write_report
 from m2forge.records import Domain, JsonValue, Task
 from m2forge.text.format import ChatFormat
@@ -42,10 +43,17 @@ def test_a_run_is_shown_and_moves_by_itself(open_page: Callable[..., Page], form
     scene.run(3)
     nums = {"num_alive": 3, "num_forked": 20, "num_failed": 1}
     (scene.run_dir / "sandboxes.json").write_text(json.dumps({"backend": "namespace", **nums}))
+    record = ProcessRecord(scene.run_dir / "processes", "host-0", "n1")
+    record.start()
+    record.end(-9, is_death=True)
+    record.start()
     page = open_page()
     with serving(scene.run_dir) as url:
         page.goto(url)
         expect(page.locator("#run-state")).to_have_text("running")
+        process = page.get_by_label("Processes").locator("tbody td")
+        expect(process).to_have_text(["host-0", "n1", "running", "2", "1"])
+        expect(process.last).to_have_attribute("title", re.compile("status -9"))
         step = page.locator(".stat .value", has_text="of 9")
         expect(step).to_have_text("3 of 9")
         expect(page.locator(".cell")).to_have_count(8)

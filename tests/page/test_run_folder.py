@@ -8,6 +8,7 @@ from typing import cast
 
 import pytest
 
+from m2forge.cluster.process_record import ProcessRecord
 from m2forge.errors import NotFoundError, TrainingError
 from m2forge.page import run_folder as page_run
 from m2forge.page.run_folder import Run
@@ -27,9 +28,30 @@ def test_the_names_are_those_that_the_loop_writes(tmp_path: Path) -> None:
     assert layout.ratios == tmp_path / page_run.RATIOS_FOLDER
     assert layout.weights == tmp_path / page_run.WEIGHTS_FOLDER
     assert layout.sandboxes == tmp_path / page_run.SANDBOXES_FILE
+    assert layout.processes == tmp_path / page_run.PROCESSES_FOLDER
     for url in ("sqlite:///pool.db", "sqlite:////elsewhere/pool.db", "postgresql://me@host/db"):
         (tmp_path / "config.toml").write_text(f'[pool]\nurl = "{url}"\n')
         assert Run(tmp_path).pool_config() == layout.pool(PoolConfig(url=url))
+
+
+def test_processes_are_shown_with_their_deaths(tmp_path: Path) -> None:
+    assert Run(tmp_path).processes(is_running=True) == []
+    record = ProcessRecord(tmp_path / page_run.PROCESSES_FOLDER, "gateway", "n1")
+    record.start()
+    record.end(1, is_death=True)
+    record.start()
+    with (tmp_path / page_run.PROCESSES_FOLDER / "gateway.jsonl").open("a") as file:
+        file.write("no JSON\n")
+    (shown,) = Run(tmp_path).processes(is_running=True)
+    assert isinstance(shown, dict)
+    deaths = shown.pop("deaths")
+    assert shown == {"name": "gateway", "node": "n1", "is_running": True, "num_starts": 2, "num_deaths": 1}
+    assert isinstance(deaths, list)
+    assert [death["status"] for death in deaths if isinstance(death, dict)] == [1]
+    record.end(0, is_death=False)
+    (ended,) = Run(tmp_path).processes(is_running=True)
+    assert isinstance(ended, dict)
+    assert (ended["is_running"], ended["num_deaths"]) == (False, 1)
 
 
 def test_sandboxes_are_alive_while_the_run_is(tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ export function showOverview(home) {
     tellKnown();
     parts.pool.classList.toggle("hidden", !run.has_pool);
     parts.sandboxes.replaceChildren(...makeSandboxes(run.sandboxes));
+    parts.processes.classList.toggle("hidden", !run.processes.length);
+    parts.processTable.replaceChildren(...makeProcesses(run.processes));
     parts.yields.classList.toggle("hidden", !run.yields);
     if (run.yields) {
       parts.nothing.classList.add("hidden");
@@ -103,6 +105,7 @@ function makeParts() {
     past: new WindowChart(),
     tally: el("div", {}),
     sandboxes: el("div", { class: "facts section sandboxes" }),
+    processTable: el("table", { class: "plain" }),
     bar: el("div", {}),
     poolNote: el("span", { class: "faint" }),
     unread: el("span", { class: "faint" }),
@@ -124,6 +127,8 @@ function makeParts() {
     el("section", { class: "card", "aria-label": "The window as it moved" },
       el("header", {}, el("h2", {}, "The window as it moved"), el("span", { class: "faint" }, "queue positions, by the step that trained them")), parts.past.node));
   parts.time = el("section", { class: "card section hidden", "aria-label": "Where the time went" }, el("header", {}, el("h2", {}, "Where the trainer's time went")), parts.bar);
+  parts.processes = el("section", { class: "card section hidden", "aria-label": "Processes" }, el("header", {}, el("h2", {}, "Processes"),
+    el("span", { class: "faint" }, "ends that were not requested are deaths")), parts.processTable);
   parts.curves = el("div", { class: "section" },
     el("header", {}, el("h2", {}, "Curves"), parts.unread, el("span", { class: "grow" }),
       choose("axis", [["step", "by step"], ["time", "by time"]]), choose("smooth", [[false, "as recorded"], [true, "smoothed"]])), parts.grid.node);
@@ -131,7 +136,7 @@ function makeParts() {
   parts.yields = el("section", { class: "card section hidden", "aria-label": "Yields" }, el("header", {}, el("h2", {}, "Yields"),
     el("span", { class: "faint" }, "items in = passed + rejected + failed, by stage")), parts.yieldTable);
   parts.nothing = el("div", { class: "card section hidden" }, empty("No metrics yet", "They appear with the first step; this page looks by itself."));
-  parts.node = el("div", {}, parts.stats, parts.yields, parts.pool, parts.time, parts.nothing, parts.curves);
+  parts.node = el("div", {}, parts.stats, parts.yields, parts.pool, parts.time, parts.nothing, parts.curves, parts.processes);
   return parts;
 }
 
@@ -158,6 +163,15 @@ function makeSandboxes(found) {
   if (!found) return [];
   const facts = [["alive", found.num_alive], ["forked", found.num_forked], ["failed", found.num_failed]];
   return [el("span", { class: "soft" }, `Sandboxes (${found.backend}):`), ...facts.map(([name, number]) => el("span", {}, `${name} `, el("b", {}, count(number))))];
+}
+
+function makeProcesses(processes) {
+  const head = ["Process", "node", "state", "starts", "deaths"].map((name, index) => el("th", { class: index > 2 ? "n" : "" }, name));
+  const rows = processes.map((found) => el("tr", {},
+    el("td", {}, found.name), el("td", {}, found.node), el("td", {}, found.is_running ? "running" : "ended"),
+    el("td", { class: "n" }, count(found.num_starts)),
+    el("td", { class: "n", title: found.deaths.map((death) => `${new Date(1000 * death.at_s).toLocaleString()}: status ${death.status}`).join("\n") }, count(found.num_deaths))));
+  return [el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows)];
 }
 
 function makeTally(queue) {
