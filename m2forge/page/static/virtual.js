@@ -13,10 +13,12 @@ export class VirtualList {
     this.spacer = el("div", { class: "spacer" });
     this.node = el("div", { class: "scroller", tabindex: "0", role: "region", "aria-label": label }, this.spacer);
     this.node.addEventListener("scroll", () => this.schedule(), { passive: true });
+    for (const kind of ["wheel", "touchstart", "pointerdown", "keydown"]) this.node.addEventListener(kind, () => { this.anchor = null; }, { passive: true });
     this.resized = new ResizeObserver((entries) => this.measure(entries));
     this.frame = new ResizeObserver(() => this.schedule());
     this.frame.observe(this.node);
     this.isDue = false;
+    this.anchor = null;
     this.setCount(0);
   }
 
@@ -104,16 +106,15 @@ export class VirtualList {
     }
     if (!isChanged) return;
     this.place();
-    this.node.scrollTop = this.anchor === null || this.anchor === undefined ? this.offsets[anchor] + within : this.offsets[anchor];
+    this.node.scrollTop = this.anchor === null ? this.offsets[anchor] + within : this.offsets[anchor];
     this.render();
   }
 
-  // Pins the row at the top until the user scrolls: its neighbours are measured only once they are drawn.
+  // Pins the row at the top until the user scrolls: its neighbours are measured only once they are drawn, which takes
+  // seconds on a busy machine.
   scrollTo(index) {
     const wanted = Math.max(0, Math.min(this.count - 1, index));
     this.anchor = wanted;
-    clearTimeout(this.release);
-    this.release = setTimeout(() => { this.anchor = null; }, 600);
     this.node.scrollTop = this.offsets[wanted];
     this.schedule();
   }
