@@ -7,6 +7,8 @@ before must hold the bits of the whole copy.
 
 `--part walk`: see scale_walk.py.
 
+`--part checkpoints`: memory, time and bytes of checkpoints that two ranks write (scale_checkpoint.py).
+
 `--part plan`: what `m2forge plan` predicts of time and memory, beside real training steps (scale_plan.py).
 
     python benchmarks/scale.py [--part NAME] [--json] [--quick]
@@ -21,6 +23,7 @@ from typing import TypeVar
 
 import torch
 from report import Bar, arguments, finish, print_table
+from scale_checkpoint import checkpoints
 from scale_plan import plan
 from scale_walk import walk
 
@@ -119,7 +122,7 @@ def timed(call: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - started_s, result
 
 
-PARTS = {"weights": weights, "walk": walk, "plan": plan}
+PARTS = {"weights": weights, "walk": walk, "plan": plan, "checkpoints": checkpoints}
 
 
 def main() -> None:

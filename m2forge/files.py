@@ -53,13 +53,18 @@ def staged_folder(dest: Path) -> Iterator[Path]:
     try:
         yield partial
         _refuse_occupied(dest)
-        # At once, because a file system's journal writes what many threads wait for together.
-        with ThreadPoolExecutor(_NUM_SYNCED) as pool:
-            list(pool.map(sync_path, [*partial.rglob("*"), partial]))
-        partial.replace(dest)
+        commit_folder(partial, dest)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def commit_folder(partial: Path, dest: Path) -> None:
+    """Sync the folder `partial` to disk and rename it `dest`, which is absent or empty."""
+    # At once, because a file system's journal writes what many threads wait for together.
+    with ThreadPoolExecutor(_NUM_SYNCED) as pool:
+        list(pool.map(sync_path, [*partial.rglob("*"), partial]))
+    partial.replace(dest)
     sync_path(dest.parent)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 PRELOADED = (
+    "m2forge.model.sharded_folder",
     "m2forge.pretrain.stage",
     "m2forge.rl.trainer",
     "m2forge.train.parallel",

@@ -11,6 +11,7 @@ so that no other program misreads it.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,29 @@ from m2forge.files import staged_folder, write_atomic
 from m2forge.model.architecture import CONFIG_KEY, public_parts, to_public
 from m2forge.model.build import empty
 from m2forge.model.config import ModelConfig
-from m2forge.model.config_file import CONFIG_FILE
+from m2forge.model.config_file import CONFIG_FILE, is_sharded_folder
 from m2forge.model.delta import DeltaSource, delta_base, is_delta_folder, write_delta
 from m2forge.model.folder import FolderSource
 from m2forge.model.gguf_file import GGUF_SUFFIX, GGUFSource
-from m2forge.model.lora import AdapterSource, attach_stored, base_of, is_adapter_folder, write_adapter
+from m2forge.model.lora import (
+    ADAPTER_CONFIG_FILE,
+    AdapterSource,
+    adapter_json,
+    base_of,
+    is_adapter_folder,
+    write_adapter,
+    write_tensors,
+)
 from m2forge.model.safetensors_file import Written, write_shards
-from m2forge.model.tensor_source import TOKEN_ID_KEYS, ModelSource, Source, TensorHeader, refuse_misfits, usual_dtype
+from m2forge.model.tensor_source import (
+    TOKEN_ID_KEYS,
+    ModelSource,
+    Source,
+    TensorHeader,
+    TokenIds,
+    refuse_misfits,
+    usual_dtype,
+)
 from m2forge.model.transformer import Transformer
 from m2forge.text.tokenizer import TEMPLATES_FOLDER
 
@@ -36,34 +53,32 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 
 def open_source(path: Path) -> Source:
-    """The weights in a model folder, an adapter or delta folder, merged with its base, or a GGUF file."""
+    """The weights in a model folder, an adapter or delta folder, merged with its base, or a GGUF file. A model folder
+    may be the one of a checkpoint, whichever ranks wrote it."""
     folders = [path]
     while (base := _base(folders[-1])) is not None:
         if base in folders:
             raise CheckpointError(f"{folders[-1]}: its base {base} builds on this one")
         folders.append(base)
     last = folders.pop()
-    source: Source = GGUFSource(last) if last.suffix == GGUF_SUFFIX and last.is_file() else FolderSource(last)
+    source = _open_last(last)
     for folder in reversed(folders):
         source = AdapterSource(folder, source) if is_adapter_folder(folder) else DeltaSource(folder, source)
     return source
+
+
+def _open_last(path: Path) -> Source:
+    if is_sharded_folder(path):
+        from m2forge.model.sharded_folder import ShardedSource
+
+        return ShardedSource(path)
+    return GGUFSource(path) if path.suffix == GGUF_SUFFIX and path.is_file() else FolderSource(path)
 
 
 def _base(folder: Path) -> Path | None:
     if is_adapter_folder(folder):
         return base_of(folder)
     return delta_base(folder) if is_delta_folder(folder) else None
-
-
-def load_trained(path: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Transformer:
-    """The network to go on training: as `load_model`, but an adapter is not merged."""
-    if not is_adapter_folder(path):
-        return load_model(path, device=device, dtype=dtype)
-    model = load_model(base_of(path), device=device, dtype=dtype)
-    source = open_source(path)
-    model.config, model.token_ids = source.config, source.token_ids
-    attach_stored(model, path)
-    return model
 
 
 def load_model(path: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Transformer:
@@ -105,9 +120,20 @@ def _save_adapter(model: Transformer, folder: Path, dtype: torch.dtype | None, c
     source = ModelSource(model)
     with staged_folder(folder) as partial:
         written = write_adapter(model, partial, dtype)
-        write_atomic(partial / CONFIG_FILE, _config_json(source, source.config, dtype or usual_dtype(source), False))
+        write_atomic(
+            partial / CONFIG_FILE, _config_json(source.token_ids, source.config, dtype or usual_dtype(source), False)
+        )
         _copy_companions(companions, partial)
     return written
+
+
+def write_identity(model: Transformer, folder: Path, companions: tuple[Path, ...] = ()) -> None:
+    """Write all of a model folder but the weights, which the ranks that hold them write."""
+    if model.lora is not None:
+        write_atomic(folder / ADAPTER_CONFIG_FILE, adapter_json(model))
+    content = _config_json(model.token_ids, model.config, model.embedding.weight.dtype, public_only=False)
+    write_atomic(folder / CONFIG_FILE, content)
+    _copy_companions(companions, folder)
 
 
 def save_delta(
@@ -119,7 +145,7 @@ def save_delta(
     headers = _written_headers(source, source.config, None)
     with staged_folder(folder) as partial:
         written = write_delta(partial, base, published, headers, source.read)
-        write_atomic(partial / CONFIG_FILE, _config_json(source, source.config, usual_dtype(source), False))
+        write_atomic(partial / CONFIG_FILE, _config_json(source.token_ids, source.config, usual_dtype(source), False))
         _copy_companions(companions, partial)
     return written
 
@@ -131,6 +157,21 @@ def copy_tensors(model: Transformer) -> dict[str, Tensor]:
         name: torch.empty(header.shape, dtype=header.dtype).copy_(source.read(name, header.dtype).detach())
         for name, header in _written_headers(source, source.config, None).items()
     }
+
+
+def copy_model(source: Path, folder: Path, companions: tuple[Path, ...] = ()) -> None:
+    """Copy a model folder. What ranks wrote becomes an ordinary one, tensor by tensor; an adapter stays an adapter."""
+    if not is_sharded_folder(source):
+        with staged_folder(folder) as partial:
+            shutil.copytree(source, partial, dirs_exist_ok=True)
+    elif is_adapter_folder(source):
+        with staged_folder(folder) as partial:
+            write_tensors(AdapterSource(source, open_source(base_of(source))).tensors, partial)
+            for name in (CONFIG_FILE, ADAPTER_CONFIG_FILE):
+                write_atomic(partial / name, (source / name).read_bytes())
+            _copy_companions(companions, partial)
+    else:
+        write_model(open_source(source), folder, companions=companions)
 
 
 def _copy_companions(companions: tuple[Path, ...], folder: Path) -> None:
@@ -167,7 +208,7 @@ def write_model(
     """Stream a `source` that matches its config into `folder`, with copies of `companions` beside it."""
     config = source.config.model_copy(update={"num_mtp": 0}) if public_only else source.config
     headers = _written_headers(source, config, dtype)
-    content = _config_json(source, config, dtype or usual_dtype(source), public_only)
+    content = _config_json(source.token_ids, config, dtype or usual_dtype(source), public_only)
     with staged_folder(folder) as partial:
         written = write_shards(partial, headers, source.read, max_shard_bytes)
         write_atomic(partial / CONFIG_FILE, content)
@@ -188,7 +229,7 @@ def _written_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def _config_json(source: Source, config: ModelConfig, dtype: torch.dtype, public_only: bool) -> str:
+def _config_json(token_ids: TokenIds, config: ModelConfig, dtype: torch.dtype, public_only: bool) -> str:
     try:
         public = to_public(config)
     except CheckpointError:
@@ -196,6 +237,6 @@ def _config_json(source: Source, config: ModelConfig, dtype: torch.dtype, public
             raise
         public = {"model_type": CONFIG_KEY}
     # Written even if unknown: otherwise a reader would use the ids of another model's vocabulary.
-    ids: dict[str, Any] = {key: source.token_ids.get(key) for key in TOKEN_ID_KEYS}
+    ids: dict[str, Any] = {key: token_ids.get(key) for key in TOKEN_ID_KEYS}
     ours = {} if public_only else {CONFIG_KEY: config.model_dump_json()}
     return json.dumps(public | {"dtype": str(dtype).removeprefix("torch.")} | ids | ours, indent=2) + "\n"

@@ -17,6 +17,8 @@ from m2forge.model.config import ModelConfig
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+METADATA_FILE = ".metadata"
+"""Index of the weights that several ranks wrote (sharded_folder.py)."""
 MAX_JSON_BYTES = 256 << 20
 """Size limit of a JSON file; the index of a model with 100,000 tensors has about ten million bytes."""
 FP8_BLOCK = 128
@@ -50,6 +52,10 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a JSON {type(content).__name__}, expected an object; fetch it again")
     return content
+
+
+def is_sharded_folder(folder: Path) -> bool:
+    return (folder / METADATA_FILE).is_file()
 
 
 def weight_map(folder: Path) -> dict[str, str]:

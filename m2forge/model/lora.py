@@ -11,7 +11,7 @@ On disk an adapter is a folder under PEFT's names, beside config.json and the to
     adapter_config.json          rank, alpha, which layers, and the folder or GGUF file of the base model
     adapter_model.safetensors    base_model.model.LAYER.lora_A.weight, base_model.model.LAYER.lora_B.weight
 
-`AdapterSource` reads such a folder as if it were the merged model; `attach_stored` as what training goes on from.
+`AdapterSource` reads such a folder as if it were the merged model; `fill_adapters` as what training goes on from.
 """
 
 import json
@@ -28,10 +28,11 @@ from torch import Tensor, nn
 
 from m2forge.errors import CheckpointError, ConfigError
 from m2forge.files import write_atomic
-from m2forge.model.architecture import adapted_layers
+from m2forge.model.architecture import Part, adapted_layers
 from m2forge.model.config import LoRAConfig, ModelConfig
-from m2forge.model.config_file import CONFIG_FILE, read_json
+from m2forge.model.config_file import CONFIG_FILE, is_sharded_folder, read_json
 from m2forge.model.folder import read_identity
+from m2forge.model.rows import Rows, fill_rows, whole
 from m2forge.model.safetensors_file import Written
 from m2forge.model.tensor_source import Source, TensorHeader, TokenIds
 from m2forge.model.transformer import Linear, MixtureFFN, Transformer
@@ -90,6 +91,12 @@ class Adapter(nn.Module):
 
 def attach(model: Transformer, config: LoRAConfig, base: Path) -> None:
     """Give `model`, whose weights are those of `base`, adapters that change nothing yet; only these are trained."""
+    add_adapters(model, config, base)
+    draw_adapters(whole(model.state_dict()), config.seed)
+
+
+def add_adapters(model: Transformer, config: LoRAConfig, base: Path) -> None:
+    """The same, without values of A and B."""
     # Of a weight: its ranges of rows, the short name of the layer that each is, and how many experts have it.
     ranges: dict[str, Counter[tuple[int, int | None, str]]] = {}
     for layer, part in adapted_layers(model.config, config).items():
@@ -107,12 +114,19 @@ def attach(model: Transformer, config: LoRAConfig, base: Path) -> None:
         }
         _install(model, name, Adapter(parts, weight, config))
     model.lora, model.base = config, base
-    generator = torch.Generator().manual_seed(config.seed)
-    for low in model.modules():
-        if isinstance(low, LowRank):
-            # As PEFT draws it: uniform with variance 1 / (3 · columns). B is 0.
-            bound = 1 / math.sqrt(low.a.shape[-1])
-            low.a.data.copy_(torch.empty(low.a.shape).uniform_(-bound, bound, generator=generator))
+
+
+@torch.no_grad()
+def draw_adapters(held: Mapping[str, Rows], seed: int) -> None:
+    """Give the adapters among `held` their first values. As PEFT draws A: uniform with variance 1 / (3 · columns)."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, (tensor, start, shape) in held.items():
+        if is_adapter(name) and name.endswith(".a"):
+            bound = 1 / math.sqrt(shape[-1])
+            full = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+            tensor.copy_(full[start : start + tensor.shape[0]])
+        elif is_adapter(name):
+            tensor.zero_()
 
 
 def _short(layer: str) -> str:
@@ -137,29 +151,44 @@ def is_adapter(name: str) -> bool:
 # -- on disk -----------------------------------------------------------------------------------------------------------
 
 
+def adapter_parts(config: ModelConfig, lora: LoRAConfig) -> Iterator[tuple[str, Part]]:
+    """(PEFT's name, location in our state) of A and B of each layer."""
+    for layer, part in adapted_layers(config, lora).items():
+        path, _, last = part.name.rpartition(".")
+        owner = f"{path}.adapter" if last == "weight" else f"{path}.{last}_adapter"
+        for kind, public in (("a", "lora_A"), ("b", "lora_B")):
+            yield f"{PREFIX}{layer}.{public}.weight", Part(f"{owner}.parts.{_short(layer)}.{kind}", part.expert)
+
+
 def adapter_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
     """A and B of each layer, under PEFT's names; views of the parameters."""
     assert model.lora is not None
     state = model.state_dict()
-    for layer, part in adapted_layers(model.config, model.lora).items():
-        path, _, last = part.name.rpartition(".")
-        owner = f"{path}.adapter" if last == "weight" else f"{path}.{last}_adapter"
-        for kind, public in (("a", "lora_A"), ("b", "lora_B")):
-            tensor = state[f"{owner}.parts.{_short(layer)}.{kind}"]
-            yield f"{PREFIX}{layer}.{public}.weight", tensor if part.expert is None else tensor[part.expert]
+    for name, part in adapter_parts(model.config, model.lora):
+        yield name, part.of(state[part.name])
 
 
 def write_adapter(model: Transformer, folder: Path, dtype: torch.dtype | None = None) -> Written:
     """Write the adapter into an existing folder."""
-    lora, base = model.lora, model.base
-    assert lora is not None
-    assert base is not None
     tensors = {
         name: tensor.detach().to("cpu", dtype or tensor.dtype, copy=True).contiguous()
         for name, tensor in adapter_tensors(model)
     }
-    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    write_tensors(tensors, folder)
+    write_atomic(folder / ADAPTER_CONFIG_FILE, adapter_json(model))
+    return Written(len(tensors), sum(tensor.nbytes for tensor in tensors.values()), 1)
+
+
+def write_tensors(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_FILE, {"format": "pt"})
     (folder / ADAPTER_FILE).chmod(folder.stat().st_mode & 0o666)
+
+
+def adapter_json(model: Transformer) -> str:
+    """The adapter_config.json of a network with adapters."""
+    lora, base = model.lora, model.base
+    assert lora is not None
+    assert base is not None
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -173,8 +202,7 @@ def write_adapter(model: Transformer, folder: Path, dtype: torch.dtype | None = 
         "inference_mode": True,
         "m2forge": lora.model_dump_json(),
     }
-    write_atomic(folder / ADAPTER_CONFIG_FILE, json.dumps(content, indent=2) + "\n")
-    return Written(len(tensors), sum(tensor.nbytes for tensor in tensors.values()), 1)
+    return json.dumps(content, indent=2) + "\n"
 
 
 def base_of(folder: Path) -> Path:
@@ -206,8 +234,19 @@ class AdapterSource:
         if (folder / CONFIG_FILE).exists():
             self.config, self.token_ids = read_identity(folder)
         self.headers: Mapping[str, TensorHeader] = base.headers
-        self._pairs, problems = _read_pairs(folder, base.headers)
+        self.tensors = self._load(folder)
+        """A and B under PEFT's names."""
+        self._pairs, problems = _find_pairs(self.tensors, base.headers)
         self.problems = (*base.problems, *problems)
+
+    def _load(self, folder: Path) -> Mapping[str, Tensor]:
+        if not is_sharded_folder(folder):
+            return _load_adapter(folder)
+        from m2forge.model.sharded_folder import ShardedFolder
+
+        stored = ShardedFolder(folder)
+        state = {name: stored.rows(name, 0, header.shape[0]) for name, header in stored.headers.items()}
+        return {name: part.of(state[part.name]) for name, part in adapter_parts(self.config, read_lora(folder))}
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         weight = self._base.read(name, dtype)
@@ -232,14 +271,17 @@ def _read_scale(path: Path, content: Mapping[str, object]) -> float:
     return alpha / rank
 
 
-def _read_pairs(
-    folder: Path, headers: Mapping[str, TensorHeader]
-) -> tuple[dict[str, tuple[Tensor, Tensor]], list[str]]:
-    """A and B by the public name of their weight, and one line per tensor that fits no weight."""
+def _load_adapter(folder: Path) -> Mapping[str, Tensor]:
     try:
-        tensors = load_file(folder / ADAPTER_FILE)
+        return load_file(folder / ADAPTER_FILE)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{folder / ADAPTER_FILE} cannot be read: {error}; fetch it again") from error
+
+
+def _find_pairs(
+    tensors: Mapping[str, Tensor], headers: Mapping[str, TensorHeader]
+) -> tuple[dict[str, tuple[Tensor, Tensor]], list[str]]:
+    """A and B by the public name of their weight, and one line per tensor that fits no weight."""
     pairs, problems = {}, []
     for name, a in tensors.items():
         found = re.fullmatch(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight", name)
@@ -265,16 +307,22 @@ def _read_pairs(
     return pairs, problems
 
 
-def attach_stored(model: Transformer, folder: Path) -> None:
-    """Give `model`, the base of the adapter in `folder`, that adapter, to train on."""
-    content = read_json(folder / ADAPTER_CONFIG_FILE)
-    ours = content.get("m2forge")
+def read_lora(folder: Path) -> LoRAConfig:
+    """How the adapter in `folder` was made; raises if another program made it."""
+    ours = read_json(folder / ADAPTER_CONFIG_FILE).get("m2forge")
     if not isinstance(ours, str):
         raise CheckpointError(
             f"{folder / ADAPTER_CONFIG_FILE}: written by another program; training cannot go on from it"
         )
-    attach(model, LoRAConfig.model_validate_json(ours), base_of(folder))
-    stored = load_file(folder / ADAPTER_FILE)
-    with torch.no_grad():
-        for name, tensor in adapter_tensors(model):
-            tensor.copy_(stored[name])
+    return LoRAConfig.model_validate_json(ours)
+
+
+def fill_adapters(held: Mapping[str, Rows], folder: Path, config: ModelConfig) -> None:
+    """Fill the adapters among `held` with those in `folder`."""
+    if is_sharded_folder(folder):
+        from m2forge.model.sharded_folder import ShardedFolder
+
+        ShardedFolder(folder).read({name: rows for name, rows in held.items() if is_adapter(name)})
+    else:
+        stored = _load_adapter(folder)
+        fill_rows(held, adapter_parts(config, read_lora(folder)), lambda name, _: stored[name])

@@ -25,6 +25,7 @@ from m2forge.kernels.pointwise import gated, rms_norm, rotate
 from m2forge.model.config import LoRAConfig, ModelConfig, MoEConfig
 from m2forge.model.plan import Attend, AttentionPlan, CausalRows, LayeredAttend
 from m2forge.model.rotary import Rotation, frequencies, rotation
+from m2forge.model.rows import draw_rows, whole
 
 
 class RMSNorm(nn.Module):
@@ -483,15 +484,7 @@ class Transformer(nn.Module):
         self._draw(self, seed)
 
     def _draw(self, module: nn.Module, seed: int) -> None:
-        generator = torch.Generator(self.embedding.weight.device).manual_seed(seed)
-        for name, parameter in module.named_parameters():
-            if parameter.dim() > 1:
-                parameter.data.normal_(0.0, self.config.init_std, generator=generator)
-            else:
-                parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
-        for part in module.modules():
-            if isinstance(part, Router) and part.bias is not None:
-                part.bias.data.zero_()
+        draw_rows(whole(module.state_dict()), self.config.init_std, seed)
 
     def compile_blocks(self) -> None:
         """Compile each block separately: one graph serves all layers of a shape."""

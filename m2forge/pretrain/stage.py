@@ -9,16 +9,12 @@ import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import torch
-
 from m2forge.corpus.manifest import TOKENIZER_NAME, Manifest, Split, read_manifest
 from m2forge.corpus.reader import CorpusReader, ReaderState
 from m2forge.errors import ConfigError
-from m2forge.model.build import build
-from m2forge.model.checkpoint import load_model
 from m2forge.model.convert import find_companions
 from m2forge.model.hub import pinned
-from m2forge.model.transformer import Transformer
+from m2forge.model.start import Start, start_from
 from m2forge.observe.tracker import require_writers
 from m2forge.pretrain.config import PretrainConfig, PretrainEvalConfig
 from m2forge.pretrain.network import network_config, start_folder
@@ -48,19 +44,16 @@ def run_pretrain(config: PretrainConfig, runs: Path) -> Path:
     corpus = Path(config.corpus)
     network = network_config(config)
     end_id = read_manifest(corpus).end_of_text_id
-    start = start_folder(config)
-    if start is not None:
-        _refuse_other_tokenizer(start, corpus)
+    folder = start_folder(config)
+    if folder is not None:
+        _refuse_other_tokenizer(folder, corpus)
     _check_domains(config)
     evaluation = None if config.eval is None else _open_evaluation(config, config.eval)
 
-    def build_model(device: torch.device, dtype: torch.dtype) -> Transformer:
-        if start is not None:
-            return load_model(start, device=device, dtype=dtype)
-        model = build(network, device, dtype, config.seed)
-        if end_id is not None:
-            model.token_ids = {"eos_token_id": end_id}
-        return model
+    def find_start() -> Start:
+        if folder is not None:
+            return start_from(folder)
+        return Start(network, seed=config.seed, token_ids={} if end_id is None else {"eos_token_id": end_id})
 
     def open_source(index: int, state: Mapping[str, JsonValue] | None) -> CorpusSource:
         if index and state is None:
@@ -74,7 +67,7 @@ def run_pretrain(config: PretrainConfig, runs: Path) -> Path:
     companions = find_companions(corpus / TOKENIZER_NAME)
     with machine_ranks(config.train.machine) as ranks:
         refuse_unfit_phases(config.train, network, config.phases, ranks)
-        loop = TrainLoop(run_dir, config.train, config.phases, build_model, open_source, companions, ranks, evaluation)
+        loop = TrainLoop(run_dir, config.train, config.phases, find_start, open_source, companions, ranks, evaluation)
         open_run(run_dir, config, loop.position.last_begun)
         return loop.run()
 

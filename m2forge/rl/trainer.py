@@ -38,11 +38,11 @@ from pathlib import Path
 
 from m2forge.config import load_resolved
 from m2forge.errors import ConfigError, RecordError, TrainingError
-from m2forge.model.checkpoint import load_model, save_model
+from m2forge.model.checkpoint import save_model
 from m2forge.model.config_file import read_config
 from m2forge.model.convert import find_companions
 from m2forge.model.hub import find_folder
-from m2forge.model.lora import attach
+from m2forge.model.start import start_from
 from m2forge.observe.busy import BusyLog, open_busy_log
 from m2forge.observe.metrics import MetricsWriter
 from m2forge.pool.batch import Claim
@@ -58,18 +58,18 @@ from m2forge.rl.layout import Layout, begin_branch
 from m2forge.rl.ranks import deal, gather, scatter
 from m2forge.tasks.config import CurriculumConfig, StageConfig
 from m2forge.tasks.curriculum import Mixture
-from m2forge.train.checkpoint import CheckpointStore, load_checkpoint_model, restore
+from m2forge.train.checkpoint import CheckpointStore, load_start, restore
 from m2forge.train.config import PhaseConfig
 from m2forge.train.engine import TrainEngine
 from m2forge.train.loop import TokenCost, lr_at
 from m2forge.train.machine import (
-    choose_devices,
     choose_dtype,
+    load_network,
     machine_ranks,
     machine_settings,
+    rank_device,
     refuse_unfit_policy,
     set_up_model,
-    spread,
 )
 from m2forge.train.parallel import SINGLE_RANK, Ranks, unsharded_model
 from m2forge.train.position import Position, read_position
@@ -164,18 +164,17 @@ class Trainer:
         self.checkpoints = CheckpointStore(self.layout.checkpoints, config.train.checkpoint, self._companions)
         self.weights = self.layout.weight_store(config, self._companions)
         machine = config.train.machine
-        device, home = choose_devices(machine, ranks)
+        device = rank_device(machine, ranks)
         refuse_unfit_policy(config.train, read_config(folder), config.policy, device, ranks.num_ranks)
-        dtype, newest = choose_dtype(machine, device), self.checkpoints.newest()
+        newest = self.checkpoints.newest()
         if newest is None:
-            model, self.position = load_model(folder, device=home, dtype=dtype), Position()
-            if config.train.lora is not None:
-                attach(model, config.train.lora, folder)
+            start, self.position = start_from(folder, config.train.lora), Position()
         else:
-            model, self.position = load_checkpoint_model(newest, home, dtype), read_position(newest)
-        if config.policy.replay == "recorded" and model.config.moe is None:
+            start, self.position = load_start(newest), read_position(newest)
+        if config.policy.replay == "recorded" and start.config.moe is None:
             raise ConfigError(f'policy.replay = "recorded": {config.model} has no experts to replay; leave it out')
-        spread(model, machine, ranks, f"checkpoints of {run_dir}: {self.position}")
+        dtype = choose_dtype(machine, device)
+        model = load_network(start, machine, dtype, ranks, f"checkpoints of {run_dir}: {self.position}")
         self.engine = TrainEngine(
             model,
             config.train.optimizer,
@@ -185,6 +184,8 @@ class Trainer:
             router_bias=config.train.router_bias,
             walk=machine.walk_config,
         )
+        self._saved: PolicyVersion | None = None
+        """The version of a checkpoint that the pool does not know of yet."""
         self._cost = TokenCost(model.config, model.config.max_context)
         if newest is not None:
             restore(self.engine, newest)
@@ -229,10 +230,13 @@ class Trainer:
                 figures = self._learn(pool, claimed)
                 waited_from_s = time.perf_counter()
                 metrics.write(self.position.step, figures | {"waited_s": waited_s})
+                self._mark_saved(pool)
                 if self._is_due():
                     self._save(pool)
             self.ranks.max_int(_END)
             self._save(pool)
+            self.checkpoints.wait()
+            self._mark_saved(pool)
 
     def _follow(self) -> None:
         """What a rank other than 0 does: the same collectives in the same order."""
@@ -246,7 +250,7 @@ class Trainer:
             if not self._step([decode_tree(tree) for tree in order.trees], order.lr).is_empty:
                 self._publish()
                 if self._is_due():
-                    self.checkpoints.save(self.engine, self.position)
+                    self.checkpoints.begin(self.engine, self.position)
         self.checkpoints.save(self.engine, self.position)
 
     def _is_due(self) -> bool:
@@ -359,9 +363,15 @@ class Trainer:
     def _save(self, pool: Pool) -> None:
         # In this order: after a power loss the pool may have steps that the checkpoint lacks, never the reverse.
         pool.flush()
-        self.checkpoints.save(self.engine, self.position)
-        if self.config.train.checkpoint.keep:
-            pool.mark_durable(self.version)
+        self.checkpoints.begin(self.engine, self.position)
+        self._saved = self.version if self.config.train.checkpoint.keep else None
+
+    def _mark_saved(self, pool: Pool) -> None:
+        """Tell the pool of a checkpoint that is complete."""
+        if self._saved is not None and not self.checkpoints.is_writing:
+            self.checkpoints.wait()
+            pool.mark_durable(self._saved)
+            self._saved = None
 
 
 def describe_untrained(units: Sequence[StoredUnit], problems: Sequence[Problem], version: PolicyVersion) -> str:

@@ -6,16 +6,13 @@ as pre-training. This file wires data, model and train loop.
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from m2forge.model.checkpoint import load_model
 from m2forge.model.config_file import read_config
 from m2forge.model.convert import find_companions
 from m2forge.model.hub import find_folder, pinned
-from m2forge.model.lora import attach
-from m2forge.model.transformer import Transformer
+from m2forge.model.start import Start, start_from
 from m2forge.observe.tracker import require_writers
 from m2forge.records import JsonValue, Pack
 from m2forge.sft.config import SFTConfig, SFTEvalConfig
@@ -54,12 +51,9 @@ def run_sft(config: SFTConfig, runs: Path) -> Path:
     stop_ids = chat_format.stop_ids
     eos_id = stop_ids[0] if len(stop_ids) == 1 else list(stop_ids)
 
-    def build_model(device: torch.device, dtype: torch.dtype) -> Transformer:
-        model = load_model(start, device=device, dtype=dtype)
-        model.token_ids = {**model.token_ids, "eos_token_id": eos_id}
-        if config.train.lora is not None:
-            attach(model, config.train.lora, start)
-        return model
+    def find_start() -> Start:
+        found = start_from(start, config.train.lora)
+        return replace(found, token_ids={**found.token_ids, "eos_token_id": eos_id})
 
     with machine_ranks(config.train.machine) as ranks:
         # Rank 0 encodes; the other ranks open the result.
@@ -77,7 +71,7 @@ def run_sft(config: SFTConfig, runs: Path) -> Path:
             evaluation = Evaluation(config.eval, HeldOutTrajectories(config, config.eval, held_out), config.pack_tokens)
         phases, companions = [_phase(config, store)], find_companions(start)
         refuse_unfit_phases(config.train, read_config(start), phases, ranks, config.train.lora)
-        loop = TrainLoop(run_dir, config.train, phases, build_model, open_source, companions, ranks, evaluation)
+        loop = TrainLoop(run_dir, config.train, phases, find_start, open_source, companions, ranks, evaluation)
         open_run(run_dir, config, loop.position.last_begun)
         return loop.run()
 

@@ -37,7 +37,7 @@ Metrics are returned as one tensor whose copy to the host is asynchronous, so a 
 #     train/step_metrics.py       the step's metrics and logprobs
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -167,6 +167,8 @@ class TrainEngine:
         self.tag_names = tuple(tag_names)
         """Names that `Pack.tags` index into, for metrics."""
         self.policy = policy or PolicyConfig()
+        self.before_update: Callable[[], None] = _nothing
+        """Called between the backward pass and the update: a checkpoint may still be reading weights and moments."""
 
     @property
     def device(self) -> torch.device:
@@ -452,11 +454,15 @@ class TrainEngine:
     def _update(self, load_LE: Tensor | None, lr: float) -> Norms:
         if not 0 <= lr < math.inf:
             raise ValueError(f"learning rate {lr}: expected a finite number, 0 or above")
+        self.before_update()
         norms = self.optimizer.step(lr)
         if load_LE is not None and self.router_bias == "balanced":
             # Zero loads move no bias: a step with non-finite gradients is skipped entirely, without a host sync.
             self.model.update_router_biases(load_LE * norms.overall.isfinite())
         return norms
+
+
+def _nothing() -> None: ...
 
 
 def _groups(packs: Iterable[Pack], size: int) -> Iterator[list[Pack]]:

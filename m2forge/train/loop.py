@@ -10,7 +10,7 @@ phase, and stores a checkpoint whenever the loss is the lowest of the phase. The
 later one trains another context, another mixture or other weights.
 
 All ranks read the same packs, and each trains on its share of them, so a run may resume on a different number of ranks.
-Only rank 0 writes checkpoints, metrics and the model.
+Each writes its part of a checkpoint, and only rank 0 metrics and the model.
 
 A run whose directory holds a checkpoint resumes from it. Everything a phase changes about the model (context, MTP
 modules, what is frozen) is set again on entry, so a resumed run is in the state of the interrupted one.
@@ -47,23 +47,22 @@ from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
 import numpy as np
-import torch
 
 from m2forge.errors import ConfigError, ExistsError, TrainingError
-from m2forge.files import staged_folder
-from m2forge.model.checkpoint import save_model
+from m2forge.model.checkpoint import copy_model, save_model
 from m2forge.model.config import ModelConfig
 from m2forge.model.count import count
+from m2forge.model.start import Start
 from m2forge.model.transformer import Transformer
 from m2forge.observe.metrics import MetricsWriter
 from m2forge.observe.progress import Progress, progress
 from m2forge.records import JsonValue, Pack
 from m2forge.train.batch import num_targets
-from m2forge.train.checkpoint import CheckpointStore, load_checkpoint_model, restore
+from m2forge.train.checkpoint import CheckpointStore, load_start, restore
 from m2forge.train.config import Curve, PhaseConfig, TrainConfig
 from m2forge.train.engine import PendingMetrics, TrainEngine
 from m2forge.train.evaluation import Evaluation, selection_loss
-from m2forge.train.machine import choose_devices, choose_dtype, machine_settings, peak_flops, set_up_model, spread
+from m2forge.train.machine import choose_dtype, load_network, machine_settings, peak_flops, rank_device, set_up_model
 from m2forge.train.parallel import SINGLE_RANK, ProcessRanks, Ranks, context_group, unsharded_model
 from m2forge.train.position import CHECKPOINT_FOLDER, MODEL_FOLDER, Best, Position, read_position
 from m2forge.train.run_dir import hold_run
@@ -181,7 +180,6 @@ def mtp_weight_at(phase: PhaseConfig, step: int) -> float:
 
 OpenSource = Callable[[int, Mapping[str, JsonValue] | None], PackSource]
 """(phase index, state of the last source: this phase's, an earlier one's, or None) → the phase's packs."""
-BuildModel = Callable[[torch.device, torch.dtype], Transformer]
 
 MAX_BAD_STEPS = 10
 """Consecutive steps without a finite gradient after which the run ends."""
@@ -206,7 +204,7 @@ class TrainLoop:
         run_dir: Path,
         config: TrainConfig,
         phases: Sequence[PhaseConfig],
-        build_model: BuildModel,
+        find_start: Callable[[], Start],
         open_source: OpenSource,
         companions: tuple[Path, ...] = (),
         ranks: Ranks = SINGLE_RANK,
@@ -218,16 +216,16 @@ class TrainLoop:
         if self._exports_best and not config.checkpoint.keep:
             raise ConfigError('eval.export = "best" needs checkpoints, and train.checkpoint.keep is 0; set it to 1')
         self.store = CheckpointStore(run_dir / CHECKPOINT_FOLDER, config.checkpoint, companions)
-        self.device, home = choose_devices(config.machine, ranks)
+        self.device = rank_device(config.machine, ranks)
         self.dtype = choose_dtype(config.machine, self.device)
         self._loaded = newest = self.store.newest()
         if newest is None:
-            model, self.position = build_model(home, self.dtype), Position()
+            start, self.position = find_start(), Position()
         else:
-            model, self.position = load_checkpoint_model(newest, home, self.dtype), read_position(newest)
+            start, self.position = load_start(newest), read_position(newest)
             _log.info("resuming from %s", newest)
             self._forget_missing_best()
-        spread(model, config.machine, ranks, f"{run_dir}: {self.position}")
+        model = load_network(start, config.machine, self.dtype, ranks, f"{run_dir}: {self.position}")
         self._num_sharing = config.machine.mesh.context
         self.engine = TrainEngine(
             model,
@@ -259,6 +257,7 @@ class TrainLoop:
             with MetricsWriter(self.run_dir, self.config.metrics) if leads else nullcontext() as writer:
                 for index in range(self.position.phase, len(self.phases)):
                     self._run_phase(index, writer)
+            self.store.wait()
             return self._write_model()
 
     # -- one phase ----------------------------------------------------------------------------------------------------
@@ -303,7 +302,7 @@ class TrainLoop:
                         # Before the checkpoint of this step, which then contains it.
                         self._evaluate(evaluation, phase, writer, bar)
                     if saves:
-                        self.store.save(self.engine, self.position)
+                        self.store.begin(self.engine, self.position)
                     started_s = time.perf_counter()
             self._report(pending, writer, bar)
         self._log_padding(phase, before)
@@ -390,7 +389,7 @@ class TrainLoop:
             bar.advance(0, {"eval loss": metrics["eval/loss"]})
         if math.isfinite(loss) and (best is None or loss < best.loss):
             self.position = replace(self.position, best=Best(self.position.step, loss))
-            self.store.save(self.engine, self.position)
+            self.store.begin(self.engine, self.position)
 
     def _forget_missing_best(self) -> None:
         best = self.position.best
@@ -433,13 +432,12 @@ class TrainLoop:
         return self.store.path(best.step) / MODEL_FOLDER
 
     def _replace_model(self, model: Transformer | Path, dest: Path) -> None:
-        """`model`: the model to write, or a model folder to copy."""
+        """`model`: the model to write, or the model folder of a checkpoint."""
         fresh, old = self.run_dir / f".{MODEL_FOLDER}.fresh", self.run_dir / f".{MODEL_FOLDER}.old"
         for left in (fresh, old, *self.run_dir.glob(f".{fresh.name}.*.partial")):
             shutil.rmtree(left, ignore_errors=True)
         if isinstance(model, Path):
-            with staged_folder(fresh) as partial:
-                shutil.copytree(model, partial, dirs_exist_ok=True)
+            copy_model(model, fresh, self.companions)
         else:
             save_model(model, fresh, companions=self.companions)
         if dest.exists():

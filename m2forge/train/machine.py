@@ -11,6 +11,7 @@ import torch
 
 from m2forge.errors import ConfigError
 from m2forge.model.config import LoRAConfig, ModelConfig
+from m2forge.model.start import Start
 from m2forge.model.transformer import Transformer
 from m2forge.train.activation import MicroBatch
 from m2forge.train.config import MachineConfig, PhaseConfig, PolicyConfig, TrainConfig, TuneConfig
@@ -20,8 +21,10 @@ from m2forge.train.parallel import (
     ProcessRanks,
     Ranks,
     align,
+    held_weights,
     process_ranks,
     refuse_difference,
+    refuse_drift,
     shard_model,
 )
 
@@ -80,21 +83,29 @@ def machine_ranks(config: MachineConfig) -> Iterator[Ranks]:
         yield ranks
 
 
-def choose_devices(config: MachineConfig, ranks: Ranks) -> tuple[torch.device, torch.device]:
-    """The device that this rank trains on, and the one that it loads the model to."""
-    device = ranks.device if isinstance(ranks, ProcessRanks) else choose_device(config)
-    # With FSDP the model moves to the device block by block: unsharded it may not fit.
-    return device, torch.device("cpu") if config.mesh.is_sharded else device
+def rank_device(config: MachineConfig, ranks: Ranks) -> torch.device:
+    """The device that this rank trains on."""
+    return ranks.device if isinstance(ranks, ProcessRanks) else choose_device(config)
 
 
-def spread(model: Transformer, config: MachineConfig, ranks: Ranks, source: str) -> None:
-    """Give all ranks rank 0's weights, and shard them as the mesh says. `source`: where they come from, in words that
-    must be the same on all ranks."""
-    if isinstance(ranks, ProcessRanks):
-        refuse_difference("checkpoints", source, ranks)
+def load_network(start: Start, config: MachineConfig, dtype: torch.dtype, ranks: Ranks, source: str) -> Transformer:
+    """The network that this rank trains, or its part of it, filled from `start`. `source`: where the weights come from,
+    in words that must be the same on all ranks."""
+    device = rank_device(config, ranks)
+    if not isinstance(ranks, ProcessRanks):
+        return start.build(device, dtype)
+    refuse_difference("checkpoints", source, ranks)
+    refuse_difference("networks", f"{start.config} {start.lora} {dtype}", ranks)
+    if not config.mesh.is_sharded:
+        model = start.build(device, dtype)
         align(model, ranks)
-        if config.mesh.is_sharded:
-            shard_model(model, config.mesh, ranks)
+        return model
+    model = start.network("meta", dtype)
+    shard_model(model, config.mesh, ranks)
+    model.to_empty(device=device)
+    start.fill(held_weights(model))
+    refuse_drift(model, ranks)
+    return model
 
 
 def set_up_model(model: Transformer, config: MachineConfig, device: torch.device) -> None:
@@ -113,7 +124,7 @@ def refuse_unfit_phases(
     lora: LoRAConfig | None = None,
 ) -> None:
     """Raise, before anything is loaded, if a phase needs more memory than the GPU has free."""
-    device = ranks.device if isinstance(ranks, ProcessRanks) else choose_device(config.machine)
+    device = rank_device(config.machine, ranks)
     if device.type != "cuda":
         return
     free, _ = torch.cuda.mem_get_info(device)

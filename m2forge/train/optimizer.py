@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import cycle
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,21 @@ from m2forge.errors import CheckpointError
 from m2forge.kernels.adamw import AdamWRule, AdamWState, adamw_
 from m2forge.kernels.arithmetic import at_least_float32
 from m2forge.model.lora import is_adapter
+from m2forge.model.rows import Rows
+from m2forge.model.tensor_source import TensorHeader
 from m2forge.model.transformer import Transformer
 from m2forge.train.config import OptimizerConfig
-from m2forge.train.parallel import SINGLE_RANK, Ranks, gathered, is_counted, is_sharded, local, sharded_modules, sliced
+from m2forge.train.parallel import (
+    SINGLE_RANK,
+    Ranks,
+    gathered,
+    held_rows,
+    is_counted,
+    is_sharded,
+    local,
+    sharded_modules,
+    sliced,
+)
 
 BUCKET_ELEMENTS = 1 << 25
 """Gradient elements per all-reduce."""
@@ -73,6 +85,15 @@ class Slot:
 
     def clear(self) -> None:
         self.total = self.weight.grad = None
+
+
+class StoredState(Protocol):
+    """Tensors on disk, of which a rank reads rows."""
+
+    @property
+    def headers(self) -> Mapping[str, TensorHeader]: ...
+
+    def read(self, held: Mapping[str, Rows]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -234,35 +255,29 @@ class Optimizer:
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """(tensors by name, steps taken by each weight): all that a resumed run needs beside the weights. Sharded
-        state is gathered to rank 0's host memory; the other ranks get none of it. All ranks call this together."""
+    def held(self) -> dict[str, Rows]:
+        """What this rank holds of the state, by name: all that a resumed run needs beside the weights and
+        `num_steps`. No copies."""
         self._settle()
-        tensors: dict[str, Tensor] = {}
-        for name, slot, tensor in self._state_tensors():
-            if not slot.is_sharded:
-                tensors[name] = tensor
-                continue
-            full = gathered(tensor, slot.weight)
-            if self.ranks.rank == 0:
-                tensors[name] = full.cpu()
-        return tensors, {name: slot.num_steps for name, slot in self.slots.items()}
+        return {name: held_rows(tensor, slot.weight) for name, slot, tensor in self._state_tensors()}
 
-    @torch.no_grad()
-    def load_state(self, tensors: Mapping[str, Tensor], num_steps: Mapping[str, int]) -> None:
-        """Load what `state` returned; every rank passes the unsharded tensors."""
-        self._settle()
-        shapes = {name: slot.weight.shape for name, slot, _ in self._state_tensors()}
-        mismatched = sorted(shapes.keys() ^ tensors.keys()) + sorted(
-            name for name in shapes.keys() & tensors.keys() if shapes[name] != tensors[name].shape
+    @property
+    def num_steps(self) -> dict[str, int]:
+        """Steps taken by each weight."""
+        return {name: slot.num_steps for name, slot in self.slots.items()}
+
+    def load(self, stored: StoredState, num_steps: Mapping[str, int]) -> None:
+        """Read this rank's part of the state that any ranks have stored."""
+        held = self.held()
+        mismatched = sorted(held.keys() ^ stored.headers.keys()) + sorted(
+            name for name in held.keys() & stored.headers.keys() if held[name].shape != stored.headers[name].shape
         )
         if mismatched or num_steps.keys() != self.slots.keys():
             raise CheckpointError(
                 f"the optimizer's state does not fit this network or optimizer: {(mismatched or ['step counts'])[:4]}; "
                 "resume with the configuration that the run was started with"
             )
-        for name, slot, tensor in self._state_tensors():
-            tensor.copy_(sliced(tensors[name], slot.weight))
+        stored.read(held)
         for name, slot in self.slots.items():
             slot.num_steps = num_steps[name]
 

@@ -39,6 +39,7 @@ from m2forge.errors import ConfigError, TrainingError
 from m2forge.kernels.arithmetic import at_least_float32
 from m2forge.model.build import empty
 from m2forge.model.lora import attach
+from m2forge.model.rows import Rows
 from m2forge.model.transformer import Block, MixtureFFN, Transformer
 from m2forge.train.config import MeshConfig
 
@@ -202,7 +203,8 @@ def _same(value: int, ranks: Ranks) -> bool:
 
 
 def shard_model(model: Transformer, mesh_config: MeshConfig, ranks: ProcessRanks) -> None:
-    """Shard `model`, equal on all ranks, in place; each block moves to the rank's device as it is sharded."""
+    """Shard `model`, equal on all ranks, in place; each block moves to the rank's device as it is sharded. One on the
+    meta device stays there: of it the rank then allocates and fills only what it holds."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -212,8 +214,9 @@ def shard_model(model: Transformer, mesh_config: MeshConfig, ranks: ProcessRanks
     dtype = model.embedding.weight.dtype
     policy = MixedPrecisionPolicy(reduce_dtype=at_least_float32(dtype))
     full = {weight for weight in model.parameters() if weight.dtype != dtype}
+    device = torch.device("meta") if model.embedding.weight.is_meta else ranks.device
     for weight in full:
-        weight.data = weight.data.to(ranks.device)
+        weight.data = weight.data.to(device)
 
     def split(module: nn.Module, mesh: "DeviceMesh") -> None:
         over = mesh if replicate > 1 else mesh["shard"]
@@ -225,7 +228,7 @@ def shard_model(model: Transformer, mesh_config: MeshConfig, ranks: ProcessRanks
         for module in model.modules():
             if isinstance(module, MixtureFFN):
                 split(module.router, mesh)
-                _divide_experts(module, experts_mesh["expert"], ranks.device)
+                _divide_experts(module, experts_mesh["expert"], device)
                 split(module, experts_mesh["replicate", "shard"])
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for module in (*blocks, model):
@@ -291,6 +294,21 @@ def is_counted(tensor: Tensor, ranks: Ranks) -> bool:
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard; the tensor itself if it is not sharded. Writes go through."""
     return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def held_rows(held: Tensor, like: Tensor) -> Rows:
+    """`held`, this rank's part of a tensor that is sharded like `like`, and where it lies in the whole."""
+    first = 0
+    if is_sharded(like):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        _, (first, *_) = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return Rows(held, first, tuple(like.shape))
+
+
+def held_weights(model: Transformer) -> dict[str, Rows]:
+    """What this rank holds of each tensor of the model's state, of which no weight is gathered."""
+    return {name: held_rows(local(tensor), tensor) for name, tensor in model.state_dict().items()}
 
 
 @torch.no_grad()

@@ -22,12 +22,13 @@ from m2forge.train.batch import BatchT
 from m2forge.train.config import MeshConfig, OptimizerConfig, PolicyConfig, WalkConfig
 from m2forge.train.context_parallel import ContextGroup
 from m2forge.train.engine import TrainEngine
-from m2forge.train.optimizer import Norms
+from m2forge.train.optimizer import Norms, Optimizer
 from m2forge.train.parallel import (
     ProcessRanks,
     Ranks,
     align,
     context_group,
+    gathered,
     refuse_drift,
     shard_model,
     sharded_modules,
@@ -247,6 +248,12 @@ def make_engine(case: Case, ranks: Ranks, model: Transformer | None = None) -> R
     )
 
 
+def whole_state(optimizer: Optimizer) -> dict[str, Tensor]:
+    """The state of all ranks, on each; they call this together."""
+    weights = {name: slot.weight for name, slot in optimizer.slots.items()}
+    return {name: gathered(rows.tensor, weights[name.rpartition("/")[0]]) for name, rows in optimizer.held().items()}
+
+
 def run_case(case: Case, ranks: Ranks) -> dict[str, Any]:
     return train(make_engine(case, ranks), range(case.num_steps), case.over, case.seed)
 
@@ -264,7 +271,7 @@ def train(engine: RecordingEngine, steps: Sequence[int], over: str = "rows", see
             metrics.append(report.read())
             logprobs += [logp for _, logp in report.logprobs()]
     refuse_drift(engine.model, ranks)
-    whole, (state, num_steps) = unsharded_model(engine.model, ranks), engine.optimizer.state()
+    whole, state = unsharded_model(engine.model, ranks), whole_state(engine.optimizer)
     return {
         "metrics": {
             name: torch.tensor([values[name] for values in metrics], dtype=torch.float64) for name in metrics[0]
@@ -273,6 +280,6 @@ def train(engine: RecordingEngine, steps: Sequence[int], over: str = "rows", see
         "logprobs": logprobs,
         "weights": {} if whole is None else whole.state_dict(),
         "state": state,
-        "num_steps": num_steps,
+        "num_steps": engine.optimizer.num_steps,
         "sharded": [name for name, slot in engine.optimizer.slots.items() if slot.is_sharded],
     }

@@ -2,14 +2,17 @@
 
 import copy
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from m2forge.kernels.adamw import AdamWRule, AdamWState, adamw_
 from m2forge.train import optimizer as offload
+from m2forge.train.checkpoint import OptimizerFile
 from m2forge.train.config import OptimizerConfig
 from m2forge.train.optimizer import Optimizer, adamw_from_host_, to_host
 from tests.train.draw import small_model
@@ -93,16 +96,16 @@ def test_an_optimizer_trains_alike_with_its_state_in_host_memory(
         norms = [optimizer.step(1e-2), other.step(1e-2)]
         assert torch.equal(norms[0].overall, norms[1].overall)
     assert all(torch.equal(x, y) for x, y in zip(model.parameters(), twin.parameters(), strict=True))
-    (state, num_steps), (at_host_state, same_steps) = optimizer.state(), other.state()
-    assert num_steps == same_steps
+    state, at_host_state = optimizer.held(), other.held()
+    assert optimizer.num_steps == other.num_steps
     assert state.keys() == at_host_state.keys()
-    for name, tensor in at_host_state.items():
+    for name, (tensor, _, _) in at_host_state.items():
         assert tensor.device.type == "cpu"
         assert tensor.is_pinned() == (device == "cuda")
-        assert torch.equal(tensor, state[name].cpu())
+        assert torch.equal(tensor, state[name].tensor.cpu())
 
 
-def test_state_moves_between_host_and_device() -> None:
+def test_state_moves_between_host_and_device(tmp_path: Path) -> None:
     config = OptimizerConfig()
     model = small_model(torch.bfloat16)
     twin = copy.deepcopy(model)
@@ -110,8 +113,8 @@ def test_state_moves_between_host_and_device() -> None:
     for weight in model.parameters():
         weight.grad = torch.ones_like(weight)
     first.step(1e-2)
-    second.load_state(*first.state())
-    tensors, num_steps = second.state()
-    expected, _ = first.state()
-    assert set(num_steps.values()) == {1}
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+    save_file({name: rows.tensor for name, rows in first.held().items()}, tmp_path / "state")
+    second.load(OptimizerFile(tmp_path / "state"), first.num_steps)
+    assert set(second.num_steps.values()) == {1}
+    expected = first.held()
+    assert all(torch.equal(rows.tensor, expected[name].tensor) for name, rows in second.held().items())
