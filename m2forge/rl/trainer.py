@@ -207,10 +207,11 @@ class Trainer:
     def run(self) -> None:
         """Train the remaining steps and write the finished model."""
         with machine_settings(self.config.train.machine, self.engine.device):
-            if self.ranks.rank:
-                self._follow()
-            else:
-                self._lead()
+            try:
+                self._follow() if self.ranks.rank else self._lead()
+            except BaseException:
+                self.checkpoints.leave()
+                raise
             # All ranks: a sharded model is gathered.
             model = unsharded_model(self.engine.model, self.ranks)
             if model is not None and not self.ranks.rank and not self.layout.model.exists():

@@ -115,6 +115,12 @@ class CheckpointStore:
             if writing.error is not None:
                 raise writing.error
 
+    def leave(self) -> None:
+        """After an error: wait until the checkpoint that one process has begun is complete, or has failed. Of several
+        ranks another may have ended, which they would wait for."""
+        if self._writing is not None and self._group is None:
+            self._writing.join()
+
     @property
     def is_writing(self) -> bool:
         return self._writing is not None and self._writing.is_alive()

@@ -255,9 +255,12 @@ class TrainLoop:
                 raise ExistsError(f"another process resumed {self.run_dir} in the meantime; start again")
             self._peak_flops = self.ranks.num_ranks * peak_flops(self.device, self.dtype)
             with MetricsWriter(self.run_dir, self.config.metrics) if leads else nullcontext() as writer:
-                for index in range(self.position.phase, len(self.phases)):
-                    self._run_phase(index, writer)
-            self.store.wait()
+                try:
+                    for index in range(self.position.phase, len(self.phases)):
+                        self._run_phase(index, writer)
+                except BaseException:
+                    self.store.leave()
+                    raise
             return self._write_model()
 
     # -- one phase ----------------------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ def test_a_run_that_dies_anywhere_ends_the_same(
 ) -> None:
     """It dies before steps and after each evaluation, before the checkpoint."""
     deaths = {("_step", 6), ("save", 5), ("save", 9)}
-    original, save = TrainLoop.step, CheckpointStore.save
+    original, begin = TrainLoop.step, CheckpointStore.begin
 
     def die(place: tuple[str, int]) -> None:
         if place in deaths:
@@ -166,10 +166,10 @@ def test_a_run_that_dies_anywhere_ends_the_same(
 
     def dying_save(self: CheckpointStore, *args: object) -> None:
         die(("save", args[1].step))  # type: ignore[attr-defined]  # a Position
-        save(self, *args)  # type: ignore[arg-type]  # passed on as they came
+        begin(self, *args)  # type: ignore[arg-type]  # passed on as they came
 
     monkeypatch.setattr(TrainLoop, "step", step)
-    monkeypatch.setattr(CheckpointStore, "save", dying_save)
+    monkeypatch.setattr(CheckpointStore, "begin", dying_save)
     config = configure(corpus, export="best")
     # So that each start comes further than the one before.
     checkpoint = CheckpointConfig(every_steps=2, keep=2)

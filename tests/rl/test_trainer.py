@@ -118,6 +118,7 @@ def test_adapters_are_published_and_training_goes_on(model: Path, tmp_path: Path
         stopped._discard_later(pool)
         stopped._learn(pool, next(stopped._batches(pool)))
         stopped._save(pool)
+        stopped.checkpoints.wait()
         first = layout.weight_store(config).newest()
         assert first is not None
         assert is_adapter_folder(first[1])
@@ -161,6 +162,7 @@ def test_a_step_holds_no_more_than_its_tokens(model: Path, tmp_path: Path) -> No
         stopped._discard_later(pool)
         stopped._learn(pool, next(stopped._batches(pool)))
         stopped._save(pool)
+        stopped.checkpoints.wait()
         Trainer(tmp_path, config).run()
         steps = learnt(pool)
     for step in (1, 2):
@@ -282,14 +284,15 @@ def test_power_loss_after_a_checkpoint_loses_no_commit(
     with open_pool(config, run_dir) as pool:
         fill_pool(pool, 8, 2)
         disk = Disk(run_dir / "pool.db", monkeypatch)
-        save = CheckpointStore.save
+        begin = CheckpointStore.begin
 
         def save_and_lose_power(store: CheckpointStore, engine: TrainEngine, position: Position) -> None:
-            save(store, engine, position)
+            begin(store, engine, position)
+            store.wait()
             if position.step == 2:
                 disk.copy_to(left)
 
-        monkeypatch.setattr(CheckpointStore, "save", save_and_lose_power)
+        monkeypatch.setattr(CheckpointStore, "begin", save_and_lose_power)
         Trainer(run_dir, config).run()
     with open_pool(config, left) as pool:
         assert pool.restore(PolicyVersion("run", 2)).num_returned == 0
