@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from report import Bar, print_table
+from torch.multiprocessing.spawn import spawn
 
 from m2forge.model.checkpoint import save_model
 from m2forge.model.config import ModelConfig
@@ -117,7 +117,7 @@ def checkpoints(quick: bool) -> list[Bar]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(Start(network(quick)).build("cpu", torch.bfloat16), folder / "base")
-        mp.spawn(partial(run_rank, folder=folder), nprocs=NUM_RANKS)  # type: ignore[no-untyped-call]
+        spawn(partial(run_rank, folder=folder), nprocs=NUM_RANKS)
         ranks: list[Measured] = [
             torch.load(folder / f"{rank}.measured", weights_only=False) for rank in range(NUM_RANKS)
         ]
