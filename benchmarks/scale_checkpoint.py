@@ -110,7 +110,7 @@ def run_rank(rank: int, folder: Path) -> None:
 
 def network(quick: bool) -> ModelConfig:
     config = preset("m2-mini")
-    return config.model_copy(update={"num_layers": 2}) if quick else config
+    return config.with_layers(1).model_copy(update={"vocab_size": 4096}) if quick else config
 
 
 def checkpoints(quick: bool) -> list[Bar]:
