@@ -110,7 +110,10 @@ def run_rank(rank: int, folder: Path) -> None:
 
 def network(quick: bool) -> ModelConfig:
     config = preset("m2-mini")
-    return config.with_layers(1).model_copy(update={"vocab_size": 4096}) if quick else config
+    if not quick or config.moe is None:
+        return config
+    moe = config.moe.model_copy(update={"num_experts": 16})
+    return config.with_layers(1).model_copy(update={"vocab_size": 4096, "moe": moe})
 
 
 def checkpoints(quick: bool) -> list[Bar]:

@@ -13,16 +13,16 @@ from tests.gateway.dialogue import minimax
 from tests.gateway.live import ADMIN_KEY, CONTEXT, Scene, WatchedEngine
 
 
-def run(output: Connection, journal: Path, delay_s: float) -> None:
-    asyncio.run(_serve(output, journal, delay_s))
+def run(output: Connection, journal: Path, delay_s: float, shutdown_s: float) -> None:
+    asyncio.run(_serve(output, journal, delay_s, shutdown_s))
 
 
-async def _serve(output: Connection, journal: Path, delay_s: float) -> None:
+async def _serve(output: Connection, journal: Path, delay_s: float, shutdown_s: float) -> None:
     format = minimax()
     server = GatewayServer(
         WatchedEngine(format, Scene(format), delay_s=delay_s),
         format,
-        GatewayConfig(port=0, journal=str(journal), shutdown_s=0.3),
+        GatewayConfig(port=0, journal=str(journal), shutdown_s=shutdown_s),
         context=CONTEXT,
         admin_key=ADMIN_KEY,
         captures_signals=True,

@@ -31,9 +31,9 @@ ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 
 
 class Process:
-    def __init__(self, journal: Path, delay_s: float) -> None:
+    def __init__(self, journal: Path, delay_s: float, shutdown_s: float) -> None:
         self.output, theirs = forked_context().Pipe(duplex=False)
-        self.process = start(run_gateway, theirs, journal, delay_s)
+        self.process = start(run_gateway, theirs, journal, delay_s, shutdown_s)
         theirs.close()
         self.url = self.output.recv()
         assert self.url.startswith("http://127.0.0.1:")
@@ -52,8 +52,8 @@ class Process:
 
 
 @contextlib.contextmanager
-def process(journal: Path, delay_s: float = 0.0) -> Iterator[Process]:
-    started = Process(journal, delay_s)
+def process(journal: Path, delay_s: float = 0.0, shutdown_s: float = 0.3) -> Iterator[Process]:
+    started = Process(journal, delay_s, shutdown_s)
     try:
         yield started
     finally:
@@ -130,7 +130,7 @@ def test_responses_survive_a_kill_and_episodes_go_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("num_tokens", "is_finished"), [(15, True), (1500, False)])
 def test_a_gateway_that_is_told_to_stop_finishes_or_records(tmp_path: Path, num_tokens: int, is_finished: bool) -> None:
-    with process(tmp_path, delay_s=0.01) as gateway:
+    with process(tmp_path, delay_s=0.01, shutdown_s=60 if is_finished else 0.3) as gateway:
         made = httpx2.post(f"{gateway.url}/episodes", headers=ADMIN, json={}).json()
         events = ask(gateway.url, made["key"], [{"role": "user", "content": "x"}], max_tokens=num_tokens, seed=2)
         read = [next(events), next(events)]
