@@ -67,7 +67,7 @@ test-long: $(STAMP) $(CHROMIUM) ## run the tests with many more random cases, an
 	M2FORGE_LONG=1 $(TEST_ENV) $(BIN)/python -m pytest -n 4 $(WORKERS) $(ARGS)
 
 test-vllm: $(STAMP) $(VLLM_STAMP) ## test the vLLM backend against a real server (downloads gigabytes, takes minutes)
-	M2FORGE_VLLM=$(VLLM)/bin/python $(TEST_ENV) $(BIN)/python -m pytest -m vllm tests/rollout $(ARGS)
+	M2FORGE_VLLM=$(VLLM)/bin/python $(TEST_ENV) $(BIN)/python -m pytest -m vllm tests/rollout tests/rl/test_vllm_run.py $(ARGS)
 
 test-agents: $(STAMP) $(AGENTS_STAMP) ## test the gateway with real clients (npm, PyPI; about 2 GB, takes minutes)
 	M2FORGE_AGENTS=$(AGENTS) $(TEST_ENV) $(BIN)/python -m pytest -m agents tests/gateway/clients tests/rl/test_cli_runs.py $(ARGS)

@@ -61,7 +61,7 @@ def serve(
         names = config.models or (name,)
         context, vocab_size = context_of(core), core.model.config.vocab_size
         open_app = partial(open_server_app, engine, format, config, key, names, context, vocab_size)
-        serve_engine(engine, open_app, listener, announce)
+        serve_engine(engine, engine.watch, open_app, listener, announce)
 
 
 @contextlib.asynccontextmanager

@@ -64,6 +64,11 @@ def run_sampler(run_dir: Path, descriptor: str) -> None:
         # A trainer that starts over removes what it had published.
         time.sleep(POLL_S)
     version, folder = newest
+    if config.engine.server is not None:
+        from m2forge.rl.relay import serve_relay
+
+        serve_relay(config, folder, version, key, _announce, socket.socket(fileno=int(descriptor)))
+        return
     if config.engine.num_threads is not None:
         torch.set_num_threads(config.engine.num_threads)
     serving = ServeConfig(

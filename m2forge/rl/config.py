@@ -66,8 +66,37 @@ AgentConfig: TypeAlias = Annotated[
 ]
 
 
+class OtherEngineConfig(Config):
+    url: str = Field(pattern=r"^https?://")
+    """Where it listens; it must see the run's folder under the same path."""
+    key_env: str | None = Field(default=None, min_length=1)
+    """Environment variable with its API key; None: it asks for none."""
+
+
+class VLLMConfig(OtherEngineConfig):
+    """A vLLM server that runs already, with VLLM_SERVER_DEV_MODE=1 and the run's model."""
+
+    kind: Literal["vllm"]
+    model: str | None = Field(default=None, min_length=1)
+    """The served model's name; None: the server's own."""
+    logprobs_mode: Literal["raw", "processed"] = "raw"
+    """Its `--logprobs-mode`, checked at the start. raw allows temperature 1 without truncation and penalties alone."""
+
+
+class SGLangConfig(OtherEngineConfig):
+    """An SGLang server that runs already, with the run's model."""
+
+    kind: Literal["sglang"]
+    takes_seeds: bool = False
+    """Whether it runs with --enable-deterministic-inference; otherwise requests with a seed are refused."""
+
+
 class EngineConfig(Config):
     """Configuration of the sampler process."""
+
+    server: Annotated[VLLMConfig | SGLangConfig, Field(discriminator="kind")] | None = None
+    """A server of another engine that samples in place of m2forge's own. Of the other fields only
+    `rollout.max_context` applies then."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "stored", "float32", "bfloat16", "float16"] = "auto"
@@ -76,6 +105,15 @@ class EngineConfig(Config):
     rollout: RolloutConfig = RolloutConfig()
     num_threads: Count | None = None
     """CPU threads; None leaves it to torch."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        own = EngineConfig.model_construct(server=self.server)
+        given = self.model_copy(update={"rollout": self.rollout.model_copy(update={"max_context": None})})
+        ignored = [name for name in type(self).model_fields if getattr(given, name) != getattr(own, name)]
+        if self.server is not None and ignored:
+            raise ValueError(f"{self.server.kind} samples: engine.{ignored[0]} has no effect there; leave it out")
+        return self
 
 
 class RLEvalConfig(Config):
@@ -183,7 +221,18 @@ class RLConfig(Config):
             raise ValueError(
                 "weights.anchor_every: with train.lora a version is an adapter, which is published whole; leave it out"
             )
+        if self.engine.server is not None:
+            self._check_server(self.engine.server.kind)
         problem = self.policy.sampling_problem(self.agent.sampling.record())
         if problem is not None:
             raise ValueError(f"agent.sampling: nothing sampled this way can be trained: {problem}")
         return self
+
+    def _check_server(self, kind: str) -> None:
+        """Refuse what a server of another engine cannot do."""
+        if self.policy.replay == "recorded":
+            raise ValueError(f'policy.replay = "recorded": {kind} does not report experts; leave it out')
+        if self.weights.anchor_every > 1:
+            raise ValueError(f"weights.anchor_every: {kind} reads whole versions; leave it out")
+        if self.train.lora is not None:
+            raise ValueError(f"train.lora: {kind} would need whole weights, the run publishes adapters; leave it out")

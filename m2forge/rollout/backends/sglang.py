@@ -54,12 +54,7 @@ class SGLangEngine:
         self._lock, self._takes_seeds = UpdateLock(version), takes_seeds
 
     async def generate(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
-        _refuse_unsupported(prompt)
-        if prompt.seed is not None and not self._takes_seeds:
-            raise RequestError(
-                f"seed {prompt.seed}: SGLang ignores seeds unless it runs with --enable-deterministic-inference; "
-                "start it with that flag and pass takes_seeds=True, or leave the seed out"
-            )
+        self.refuse_unsupported(prompt)
         async with aclosing(within_deadline(self._sample(prompt), prompt)) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -83,6 +78,24 @@ class SGLangEngine:
         except (KeyError, TypeError) as error:
             raise EngineError(f"{self._client.url}/v1/loads cannot be read ({error!r}): {response}") from error
         return EngineState(self._lock.version, running, waiting)
+
+    def refuse_unsupported(self, prompt: Prompt) -> None:
+        """Raise a RequestError if the server cannot sample a prompt as it asks, or cannot report it."""
+        _refuse_unsupported(prompt)
+        if prompt.seed is not None and not self._takes_seeds:
+            raise RequestError(
+                f"seed {prompt.seed}: SGLang ignores seeds unless it runs with --enable-deterministic-inference; "
+                "start it with that flag and pass takes_seeds=True, or leave the seed out"
+            )
+
+    async def check_server(self) -> None:
+        """SGLang has one mode of logprobs."""
+        await self.state()
+
+    async def refuse_dead(self) -> None:
+        """Raise an EngineError if the server does not respond or holds unknown weights; waits for a weight update."""
+        await self._lock.wait()
+        await self.state()
 
     async def close(self) -> None:
         """Closes the connections. The server keeps running."""

