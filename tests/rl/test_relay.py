@@ -193,9 +193,9 @@ def test_a_missing_key_and_other_sampling_are_refused(model: Path) -> None:
         relay.make_engine(config.engine.server, VERSION)
     config = config_for(model, "vllm", "http://127.0.0.1:1")
     assert config.engine.server is not None
+    engine = relay.make_engine(config.engine.server, VERSION)
     warm = config.agent.sampling.model_copy(update={"temperature": 0.7})
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"sampling": warm})})
-    engine = relay.make_engine(config.engine.server, VERSION)
     with pytest.raises(ConfigError, match=r"eval\.sampling: .*processed_logprobs"):
         relay.refuse_samplings(engine, config)
 
