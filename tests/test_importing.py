@@ -25,4 +25,4 @@ def test_nothing_is_frozen_where_nothing_is_imported() -> None:
     with pytest.raises(ValueError, match="bad"), importing():
         raise ValueError("bad")
     assert gc.isenabled()
-    assert gc.get_freeze_count() == num_frozen
+    assert gc.get_freeze_count() <= num_frozen  # other threads may free some

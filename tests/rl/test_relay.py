@@ -83,11 +83,13 @@ class NetworkVLLM(FakeVLLM):
 
 
 @contextlib.contextmanager
-def in_a_thread(fake: FakeVLLM) -> Iterator[str]:
+def in_a_thread(fake: FakeVLLM | FakeSGLang) -> Iterator[str]:
     with LoopThread("vllm") as thread, contextlib.ExitStack() as stack:
         context = served(fake.app)
         url = thread.run(context.__aenter__())
         stack.callback(lambda: thread.run(context.__aexit__(None, None, None)))
+        if isinstance(fake, NetworkVLLM):
+            stack.callback(lambda: thread.run(fake.engine.close()))
         yield url
 
 
@@ -105,6 +107,7 @@ def test_a_run_samples_from_vllm(model: Path, tmp_path: Path, monkeypatch: pytes
     # Off by what the policy moved since: with wrong logprobs, or samples of other weights, it is far from 1.
     assert all(row["ratio_mean"] == pytest.approx(1, abs=0.05) for row in steps)
     assert steps[0]["ratio_max"] == pytest.approx(1, abs=1e-3)
+    assert not [thread for thread in threading.enumerate() if thread.name == "m2forge-rollout"]
     versions = [int(folder.name.split("-")[1]) for folder in fake.loaded]
     assert versions[0] == 0
     assert versions[-1] == 2
@@ -152,7 +155,7 @@ def test_a_relay_ends_with_its_server(model: Path, kind: str, monkeypatch: pytes
             await engine.close()
 
     with contextlib.ExitStack() as server:
-        url = server.enter_context(in_a_thread(fake))  # type: ignore[arg-type]
+        url = server.enter_context(in_a_thread(fake))
         with relayed(config_for(model, kind, url), model) as (relay_url, errors):
             ids, version = asyncio.run(ask(relay_url))
             assert len(ids) == 8
