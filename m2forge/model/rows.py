@@ -23,7 +23,7 @@ class Rows(NamedTuple):
     start: int
     """The whole tensor's index of the first row."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
 
     @property
     def stop(self) -> int:

@@ -35,7 +35,7 @@ class Start:
     folder: Path | None = None
     """Model folder or GGUF file with the weights; None: they are drawn."""
     seed: int = 0
-    """Of drawn weights."""
+    """Seed of the random initial weights, where there is no folder."""
     token_ids: TokenIds = field(default_factory=dict)
     lora: LoRAConfig | None = None
     """Adapters, trained in place of the weights."""

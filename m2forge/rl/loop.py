@@ -265,7 +265,7 @@ class Loop:
             self.pool.close()
 
     def _serving_launcher(self, own: LocalLauncher) -> Launcher:
-        """Of sampler, gateway and agent hosts. `own`: launches the loop's own children."""
+        """The launcher for sampler, gateway and agent hosts. `own`: launches the loop's own children."""
         if not self.config.cluster.agent_hosts:
             return own
         mark = fingerprint((self.layout.run_dir / CONFIG_FILE).read_text(encoding="utf-8"))

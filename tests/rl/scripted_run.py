@@ -93,12 +93,9 @@ def run_sampler(run_dir: Path, descriptor: str) -> None:
 def main() -> int:
     kind, *arguments = sys.argv[1:]
     if kind == "rl":
-        from m2forge import cli
-        from m2forge.rl import loop, servers
+        from tests.rl.other_children import run_loop
 
-        for starts in (loop, servers):
-            setattr(starts, "MODULE", MODULE)  # noqa: B010  (it belongs to another module)
-        return cli.main(sys.argv[1:])
+        return run_loop(MODULE)
     set_up_logging()
     processes = own.PROCESSES | {"sampler": run_sampler}
     processes[kind](Path(arguments[0]), *arguments[1:])

@@ -88,7 +88,7 @@ def content(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of ranks that nobody kills."""
+    """Checkpoints of ranks that are not killed."""
     folder = tmp_path_factory.mktemp("whole") / "ranks"
     assert not dies(folder, 0, 1_000_000)
     return folder / "checkpoints"
