@@ -160,6 +160,8 @@ def test_a_relay_ends_with_its_server(model: Path, kind: str, monkeypatch: pytes
             ids, version = asyncio.run(ask(relay_url))
             assert len(ids) == 8
             assert version == VERSION
+            loaded = PolicyVersion(str(model), 0) if kind == "vllm" else PolicyVersion("fake", VERSION.step)
+            assert fake.version == loaded, "it serves weights that it has not loaded"
             server.close()
     assert [type(error) for error in errors] == [EngineError]
 
