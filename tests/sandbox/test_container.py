@@ -98,7 +98,7 @@ def test_a_container_ends_with_its_owner() -> None:
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 2)
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 20)
 
 
 def test_a_missing_runtime_or_image_is_one_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

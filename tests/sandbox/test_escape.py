@@ -184,7 +184,8 @@ def test_a_flood_costs_no_memory() -> None:
 
 def test_daemons_live_until_close(tmp_path: Path) -> None:
     require("namespace")
-    daemon = "setsid sh -c 'trap \"\" TERM HUP; while :; do echo x; sleep 0.05; done' & echo started"
+    mark = f"daemon of {tmp_path.name} {os.getpid()}"  # Other tests that run beside this one have daemons too.
+    daemon = f"setsid sh -c 'trap \"\" TERM HUP; while :; do echo {mark}; sleep 0.05; done' & echo started"
 
     async def act(sandbox: Sandbox) -> None:
         started_s = time.monotonic()
@@ -197,7 +198,7 @@ def test_daemons_live_until_close(tmp_path: Path) -> None:
         assert (await sandbox.run(Command(("sleep", "60"), timeout_s=0.1))).reason is OutcomeReason.TIMEOUT
 
     use(CONFIG, act)
-    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if _has(path, b'trap "" TERM HUP')]
+    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if _has(path, mark.encode())]
 
 
 def _has(path: Path, text: bytes) -> bool:

@@ -333,9 +333,9 @@ def test_nothing_is_left_when_we_are_killed(number: signal.Signals, upper: str) 
     parent.send_signal(number)
     parent.wait()
     parent.stdout.close()
-    wait_until(lambda: not any(map(lives, everyone)), 2)
-    wait_until(lambda: not any(group.exists() for group in groups), 2)
-    wait_until(lambda: not list((cache_folder() / "sandboxes").glob(f"{parent.pid}-*/upper-*")), 2)
+    wait_until(lambda: not any(map(lives, everyone)), 20)
+    wait_until(lambda: not any(group.exists() for group in groups), 20)
+    wait_until(lambda: not list((cache_folder() / "sandboxes").glob(f"{parent.pid}-*/upper-*")), 20)
 
 
 def descendants(pid: int) -> list[int]:
@@ -377,7 +377,7 @@ def test_a_killed_supervisor_takes_the_sandbox_with_it() -> None:
         sandbox._process.kill()
         outcome = await asyncio.wait_for(worker.wait(), 30)
         assert (outcome.reason, outcome.status) == (OutcomeReason.SIGNALLED, -9)
-        wait_until(lambda: not any(map(lives, inside)), 2)
+        wait_until(lambda: not any(map(lives, inside)), 20)
 
     use(CONFIG, act)
     assert cgroup_folders(os.getpid()) == []
