@@ -28,6 +28,8 @@ from forge_split import print_trainer_split
 from forge_watch import ROOT, Watched, run
 from report import Bar, finish
 
+sys.path.insert(0, str(ROOT))  # where examples/ lies
+
 from examples.bug_agent import CODE, MAX_TURNS, TESTS, TOOLS, edit, first_messages, number_lines
 from examples.bug_tasks import Lab, test_output, write_tasks
 from m2forge.config import load

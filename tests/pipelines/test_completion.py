@@ -128,13 +128,15 @@ def test_an_endpoint_that_hangs_or_is_down_fails(tmp_path: Path) -> None:
         released.wait(5)
         return echo(body, number)
 
-    with serving(hang) as endpoint, asking(tmp_path, endpoint.url, max_retries=1, timeout_s=0.02) as asked:
+    with serving(hang) as endpoint, asking(tmp_path, endpoint.url, max_retries=1, timeout_s=0.05) as asked:
         for number in range(MAX_FAILED):
             with pytest.raises(EndpointError, match="endpoint unreachable: TimeoutError"):
                 asked.ask(str(number))
         with pytest.raises(EndpointError, match=f"the last {MAX_FAILED} completions failed"):
             asked.ask("another")
-        assert len(endpoint.requests) == 2 * MAX_FAILED
+        # A busy endpoint may not have read a request by the time it is given up.
+        assert MAX_FAILED < len(endpoint.requests) <= 2 * MAX_FAILED
+        assert "another" not in {request["messages"][-1]["content"] for request in endpoint.requests}
         released.set()
 
 
