@@ -61,7 +61,7 @@ test: $(STAMP) $(CHROMIUM) ## run the tests on 2 cores, but for those of `make c
 	$(TEST_ENV) $(BIN)/python -m pytest -n 4 $(WORKERS) --ignore=tests/test_contract.py $(ARGS)
 
 test-fast: $(STAMP) ## run the tests that start no process and load no torch, with fewer random cases, in 90 seconds
-	M2FORGE_FAST=1 $(TEST_ENV) $(BIN)/python -m pytest -n 2 $(WORKERS) $(ARGS)
+	M2FORGE_FAST=1 $(TEST_ENV) $(BIN)/python -m pytest -n 4 $(WORKERS) $(ARGS)
 
 test-long: $(STAMP) $(CHROMIUM) ## run the tests with many more random cases, and those marked long
 	M2FORGE_LONG=1 $(TEST_ENV) $(BIN)/python -m pytest -n 4 $(WORKERS) $(ARGS)

@@ -1,11 +1,11 @@
 """An unmodified CLI agent on one GPU: SmolLM2-135M learns tasks on files through mini-swe-agent, a program per attempt.
 
 `cli_agent_tasks.py` writes the tasks, `cli_agent_model.py` fine-tunes the model on a few demonstrations of those for
-training. Then `m2forge rl configs/rl/smollm2-mini-swe.toml` runs as a user would run it; `mini` (2.4.6) is searched in
-PATH. A second call with the same folder resumes the run. Measured on held-out tasks at temperature 1, with the program
-that training uses: success before the first step and every few steps after it. The minutes of training are those of all
-commands after the first evaluation, the start of a resumed command included, less the time of evaluations, during which
-training waits.
+training. Then `m2forge rl configs/rl/smollm2-mini-swe.toml` runs as a user would run it; `mini` (2.4.6) is searched
+beside this interpreter, then in PATH. A second call with the same folder resumes the run. Measured on held-out tasks at
+temperature 1, with the program that training uses: success before the first step and every few steps after it. The
+minutes of training are those of all commands after the first evaluation, the start of a resumed command included, less
+the time of evaluations, during which training waits.
 
     python benchmarks/cli_agent.py --folder DIR --prepare           write the tasks and make the model, into DIR
     python benchmarks/cli_agent.py --folder DIR --limit-s 400       the run, or more of it; ends after so many seconds
@@ -14,7 +14,9 @@ training waits.
 
 import argparse
 import json
+import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -55,6 +57,7 @@ QUICK = (
 
 def main() -> None:
     options = make_parser(__doc__).parse_args()
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with tempfile.TemporaryDirectory() as name:
         folder = (options.folder or Path(name)).absolute()
         tasks = write_tasks(folder / "tasks")
