@@ -187,7 +187,7 @@ def slice_of_m2(rate: float) -> list[Bar]:
                     f"{flops / seconds / rate:.1%}",
                 )
             )
-        bars.append(Bar.at_least(f"m2 slice {num_rows} x {length}: share of the product rate", share, 0.45))
+        bars.append(Bar.at_least(f"m2 slice {num_rows} x {length}: share of the product rate", share, 0.70))
         del tokens, hidden, grad, target
     memory_gib = torch.cuda.max_memory_allocated() / 2**30
     print_table(
