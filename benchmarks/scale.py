@@ -9,6 +9,8 @@ before must hold the bits of the whole copy.
 
 `--part checkpoints`: memory, time and bytes of checkpoints that two ranks write (scale_checkpoint.py).
 
+`--part mesh`: a step of two processes on each axis of the mesh, beside its limit (scale_mesh.py).
+
 `--part plan`: what `m2forge plan` predicts of time and memory, beside real training steps (scale_plan.py).
 
     python benchmarks/scale.py [--part NAME] [--json] [--quick]
@@ -24,6 +26,7 @@ from typing import TypeVar
 import torch
 from report import Bar, arguments, finish, print_table
 from scale_checkpoint import checkpoints
+from scale_mesh import mesh
 from scale_plan import plan
 from scale_walk import walk
 
@@ -122,7 +125,7 @@ def timed(call: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - started_s, result
 
 
-PARTS = {"weights": weights, "walk": walk, "plan": plan, "checkpoints": checkpoints}
+PARTS = {"weights": weights, "walk": walk, "plan": plan, "checkpoints": checkpoints, "mesh": mesh}
 
 
 def main() -> None:

@@ -1,27 +1,34 @@
 """Layouts of a run over GPUs: what each needs, how long a step takes, what it costs; those that fit come first, the
 fastest of them at the top.
 
-A layout is a mesh (replicate × shard = GPUs; `expert` divides shard) and a kind of activation checkpointing. Bytes that
-a rank exchanges in a step, with n weights of w bytes, b of them in blocks and t trained:
+A layout is a mesh (replicate × shard × context = GPUs; `expert` divides shard × context) and a kind of activation
+checkpointing. Bytes that a rank receives in a step, with w bytes per element, b weights in blocks, t of them trained, D
+hidden size, Q and V the widths of queries and of keys, R ranks of the axis:
 
-    shard        passes · b · w + outer weights · w, gathered     + backward passes · t · 4, reduced
-    replicate    t · 4 once per step if unsharded; else t / shard · 4 after every backward pass
-    expert       4 · tokens · ranks that a token's experts lie on · D · w
+    shard        (R − 1) / R · (passes · b · w + outer weights · w, gathered  + backward passes · t · 4, reduced)
+    replicate    2 · (R − 1) / R · t · 4 once per step if unsharded; else of t / shard after every backward pass
+    expert       (R − 1) / R · passes · rows · D · w    a row for each token and rank that any of its experts lie on,
+                                                        with the experts' numbers and weights beside it
+    context      (R − 1) / R · passes · tokens of the rank · (2 Q + 2 V) · w, and · R · D · w for each MTP module
 
-FSDP2 gathers the next block while one runs, so shards cost time only where their link is slower than the computing; the
-exchange of tokens between experts, and the sum over unsharded replicas, always do. A ring of k ranks moves (k − 1) / k
-of the bytes, twice for a sum. These assumptions are the plan's: more than one GPU was never measured.
+R of `shard` is shard × context, and for the weights of experts that divided by `expert`. FSDP2 gathers the next block
+while one runs, so shards cost time only where their link is slower than the computing; the exchange of tokens between
+experts, of heads between ranks that share a pack, and the sum over unsharded replicas always do. These assumptions are
+the plan's: more than one GPU was never measured.
 """
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import comb
 
 from m2forge.model.config import LoRAConfig, ModelConfig
 from m2forge.plan.gpu import GPU, NODE_GPUS
 from m2forge.plan.work import step_work
-from m2forge.train.activation import FLOAT32, MicroBatch
+from m2forge.train.activation import FLOAT32, INT64, MicroBatch
 from m2forge.train.config import OptimizerConfig, WalkConfig
-from m2forge.train.memory import RankMemory, TrainingStep, rank_memory, weights
+from m2forge.train.memory import RankMemory, TrainingStep, Weight, rank_memory, weights
 
 RECOMPUTE = ("none", "block", "walk", "walk and block", "walk, stack on host", "walk and block, stack on host")
 """`train.machine.recompute`; of a walk also `walk.recompute` and `walk.stack`."""
@@ -39,7 +46,7 @@ class Workload:
     network: ModelConfig
     batch: MicroBatch
     packs_per_step: int | None = None
-    """Micro-batches of a step, over all ranks; None: one per rank."""
+    """Packs of a step, over all ranks; None: one for each rank, or each group of ranks that share packs."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoRAConfig | None = None
     offload: str = "none"
@@ -50,11 +57,21 @@ class Workload:
 class Layout:
     replicate: int
     shard: int
+    context: int
     expert: int
     recompute: str
 
+    @property
+    def num_gpus(self) -> int:
+        return self.replicate * self.holders
+
+    @property
+    def holders(self) -> int:
+        """Ranks that hold one copy of the model together."""
+        return self.shard * self.context
+
     def __str__(self) -> str:
-        axes = {"replicate": self.replicate, "shard": self.shard, "expert": self.expert}
+        axes = {"replicate": self.replicate, "shard": self.shard, "context": self.context, "expert": self.expert}
         mesh = " × ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one GPU"
         return f"{mesh}, recompute {self.recompute}"
 
@@ -70,7 +87,7 @@ class Plan:
     parts: dict[str, float]
     """Seconds of a step by what they are spent on; links that the computing hides count only what sticks out."""
     link_bytes: dict[str, float]
-    """Bytes that a rank exchanges per step, by axis."""
+    """Bytes that a rank receives per step, by axis."""
     gather_s: float
     """Seconds of gathering and reducing shards, hidden or not."""
     compute_s: float
@@ -94,12 +111,19 @@ class Plan:
 
 
 def list_layouts(network: ModelConfig, num_gpus: int, offered: tuple[str, ...] = RECOMPUTE) -> Iterator[Layout]:
-    for shard in _divisors(num_gpus):
-        num_experts = 1 if network.moe is None else network.moe.num_experts
-        for expert in _divisors(shard):
-            if num_experts % expert == 0:
-                for recompute in offered:
-                    yield Layout(num_gpus // shard, shard, expert, recompute)
+    num_experts = 1 if network.moe is None else network.moe.num_experts
+    for holders in _divisors(num_gpus):
+        for context in _divisors(holders):
+            for expert in _divisors(holders):
+                if num_experts % expert == 0 and _divides_heads(network, context):
+                    for recompute in offered:
+                        yield Layout(num_gpus // holders, holders // context, context, expert, recompute)
+
+
+def _divides_heads(network: ModelConfig, context: int) -> bool:
+    """As `MeshConfig.refuse_misfit` asks of a mesh."""
+    num_heads, num_kv_heads = network.attention.num_heads, network.attention.num_kv_heads
+    return num_heads % context == 0 and (num_kv_heads % context == 0 or context % num_kv_heads == 0)
 
 
 def make_plans(workload: Workload, gpu: GPU, num_gpus: int, price: float, network_rate: float) -> list[Plan]:
@@ -115,8 +139,9 @@ def make_plans(workload: Workload, gpu: GPU, num_gpus: int, price: float, networ
 
 def rank_step(workload: Workload, layout: Layout) -> TrainingStep:
     """What one rank trains."""
-    num_gpus = layout.replicate * layout.shard
-    num_batches = 1 if workload.packs_per_step is None else -(-workload.packs_per_step // num_gpus)
+    num_batches = 1
+    if workload.packs_per_step is not None:
+        num_batches = -(-workload.packs_per_step * layout.context // layout.num_gpus)
     walk = None
     if layout.recompute.startswith("walk"):
         stack = "host" if layout.recompute.endswith("host") else "device"
@@ -125,41 +150,39 @@ def rank_step(workload: Workload, layout: Layout) -> TrainingStep:
     return TrainingStep(
         workload.network,
         workload.optimizer,
-        workload.batch,
+        workload.batch.cut(-(-workload.batch.num_tokens // layout.context)),
         num_batches,
-        is_compiled=layout.shard == 1,
+        is_compiled=layout.holders == 1,
         recompute=layout.recompute if walk is None else walk.recompute,
         walk=walk,
         offload=workload.offload,
         lora=workload.lora,
-        shard=layout.shard,
+        shard=layout.holders,
         expert=layout.expert,
+        context=layout.context,
     )
 
 
 def make_plan(workload: Workload, layout: Layout, gpu: GPU, price: float, network_rate: float) -> Plan:
     """`network_rate`: bytes per second of a GPU to other nodes."""
-    step, num_gpus = rank_step(workload, layout), layout.replicate * layout.shard
+    step, num_gpus = rank_step(workload, layout), layout.num_gpus
     work = step_work(step)
     traffic = link_bytes(step, layout)
 
-    def rate(last: int) -> float:
-        """Bandwidth of a link between neighbours up to `last` ranks apart."""
-        return gpu.datasheet.nvlink if last <= NODE_GPUS else network_rate
+    def seconds(axis: str, last: int) -> float:
+        """Of exchanging an axis' bytes between neighbours up to `last` ranks apart."""
+        return traffic[axis] / (gpu.datasheet.nvlink if last <= NODE_GPUS else network_rate)
 
-    shard_rate, replica_rate = rate(layout.shard), rate(num_gpus)
-    ring = {axis: (size - 1) / size for axis, size in vars(layout).items() if isinstance(size, int)}
-    gather_s = traffic["shard"] * ring["shard"] / shard_rate
-    replicas_s = 2 * traffic["replicate"] * ring["replicate"] / replica_rate
-    experts_s = traffic["expert"] / rate(layout.expert)
+    gather_s, replicas_s = seconds("shard", layout.holders), seconds("replicate", num_gpus)
     parts = work.parts(gpu.rates)
     compute_s = sum(parts.values())
-    hidden_s = gather_s + (replicas_s if layout.shard > 1 else 0.0)
+    hidden_s = gather_s + (replicas_s if layout.holders > 1 else 0.0)
     parts["links between shards"] = max(0.0, hidden_s - compute_s)
-    parts["links between experts"] = experts_s
-    parts["links between replicas"] = replicas_s if layout.shard == 1 else 0.0
+    parts["links between experts"] = seconds("expert", layout.expert)
+    parts["links of shared packs"] = seconds("context", layout.context)
+    parts["links between replicas"] = replicas_s if layout.holders == 1 else 0.0
     step_s = sum(parts.values())
-    num_packs = num_gpus if workload.packs_per_step is None else workload.packs_per_step
+    num_packs = num_gpus // layout.context if workload.packs_per_step is None else workload.packs_per_step
     tokens_per_s = num_packs * workload.batch.num_tokens / step_s
     return Plan(
         layout=layout,
@@ -176,28 +199,50 @@ def make_plan(workload: Workload, layout: Layout, gpu: GPU, price: float, networ
 
 
 def link_bytes(step: TrainingStep, layout: Layout) -> dict[str, float]:
-    """Bytes that a rank exchanges in a step, by axis: the whole size of what a collective gathers or sums."""
-    found = [weight for weight in weights(step.network, step.lora) if not weight.is_bias]
-    blocks = sum(_local(weight.numel, weight.is_expert, step) for weight in found if weight.unit != "outer")
-    outer = sum(weight.numel for weight in found if weight.unit == "outer")
-    trained = sum(_local(weight.numel, weight.is_expert, step) for weight in found if weight.is_trained)
-    num_backward = step.num_batches * step.batch.segments(step.walk)
+    """Bytes that a rank receives in a step, by axis, with every expert equally likely."""
+    traffic = dict.fromkeys(("replicate", "shard", "expert", "context"), 0.0)
+    num_backward = step.num_batches * step.num_segments
     num_forward = num_backward * (2 if step.walk is not None else 1)
     exact = max(FLOAT32, step.item_bytes)
-    traffic = dict.fromkeys(("replicate", "shard", "expert"), 0.0)
-    if layout.shard > 1:
-        gathered = (num_forward + num_backward) * blocks + outer
-        traffic["shard"] = float(gathered * step.item_bytes + num_backward * trained * exact)
-    if layout.replicate > 1:
-        sharded = sum(weight.held(layout.shard) for weight in found if weight.is_trained)
-        traffic["replicate"] = float(sharded * exact * (num_backward if layout.shard > 1 else 1))
-    if layout.expert > 1 and step.network.moe is not None:
+    for weight, count in _alike(step.network, step.lora).items():
+        numel = count * _local(weight.numel, weight.is_expert, step)
+        num_gathers = 1 if weight.unit == "outer" else num_forward + num_backward
+        size = num_gathers * numel * step.item_bytes
+        size += num_backward * numel * exact if weight.is_trained else 0
+        traffic["shard"] += size * _others(_local(layout.holders, weight.is_expert, step))
+        if weight.is_trained:
+            num_sums = count * (num_backward if layout.holders > 1 else 1)
+            traffic["replicate"] += 2 * weight.held(layout.holders) * exact * num_sums * _others(layout.replicate)
+    # Rows are sent on the way forward, and their gradients on the way back.
+    passes = 2 + (step.recompute == "block") + (step.walk is not None)
+    num_tokens, size = step.num_batches * step.batch.num_tokens, step.network.hidden_size * step.item_bytes
+    moe, attention = step.network.moe, step.network.attention
+    if layout.expert > 1 and moe is not None:
         num_sparse = sum(step.network.is_sparse(layer) for layer in step.layers)
-        there = layout.expert * (1 - (1 - 1 / layout.expert) ** step.network.moe.top_k)
-        passes = 4 + 2 * (step.recompute == "block") + 2 * (step.walk is not None)
-        rows = step.num_batches * step.batch.num_tokens * there * num_sparse
-        traffic["expert"] = rows * passes * step.network.hidden_size * step.item_bytes
+        elsewhere = comb(moe.num_experts * (layout.expert - 1) // layout.expert, moe.top_k)
+        rows = num_tokens * layout.expert * (1 - elsewhere / comb(moe.num_experts, moe.top_k)) * num_sparse
+        choice = moe.top_k * ((passes - 1) * INT64 + passes * FLOAT32)
+        traffic["expert"] = rows * (2 * passes * size + choice) * _others(layout.expert)
+    if layout.context > 1:
+        # Beyond the key/value heads, ranks receive copies of the same ones.
+        copies = max(1, layout.context // attention.num_kv_heads)
+        width = 2 * attention.q_width + 2 * copies * attention.kv_width
+        exchanged = len(step.layers) * num_tokens * width * step.item_bytes
+        parents = step.batch.num_mtp * layout.context * num_tokens * size
+        traffic["context"] = (passes * exchanged + 2 * parents) * _others(layout.context)
     return traffic
+
+
+@lru_cache
+def _alike(network: ModelConfig, lora: LoRAConfig | None) -> Counter[Weight]:
+    """The weights that FSDP2 shards, those of different blocks counted as one."""
+    found = (weight for weight in weights(network, lora) if not weight.is_bias)
+    return Counter(weight if weight.unit == "outer" else replace(weight, unit="block") for weight in found)
+
+
+def _others(num_ranks: int) -> float:
+    """The share of a whole that a rank receives from the other ranks."""
+    return (num_ranks - 1) / num_ranks
 
 
 def needs_pipeline(plans: list[Plan]) -> str | None:

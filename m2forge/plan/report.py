@@ -49,7 +49,7 @@ def _details(plan: Plan) -> list[str]:
     lines += [f"  {name:<22}{_short(seconds):>10} s" for name, seconds in parts if seconds > 0]
     exchanged = [(axis, size) for axis, size in plan.link_bytes.items() if size]
     if exchanged:
-        lines.append("bytes that a GPU exchanges per step")
+        lines.append("bytes that a GPU receives per step")
         lines += [f"  {axis:<22}{size / 1e9:>10.2f} GB" for axis, size in exchanged]
     return lines
 

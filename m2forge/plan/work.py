@@ -110,7 +110,7 @@ def step_work(step: TrainingStep) -> Work:
         softmax=step.num_batches * attention * SOFTMAX_WIDTH / network.attention.head_dim,
         is_flex=not batch.is_even or step.walk is not None,
         num_bytes=step.num_batches * num_bytes,
-        num_blocks=step.num_batches * batch.segments(step.walk) * len(step.layers) * (1 + again / 3),
+        num_blocks=step.num_batches * step.num_segments * len(step.layers) * (1 + again / 3),
         update_bytes=update_bytes(step),
     )
 
@@ -176,14 +176,14 @@ def weight_traffic(step: TrainingStep, again: float) -> float:
     found = [weight for weight in weights(step.network, step.lora) if not weight.is_bias]
     read = (2 + again) * sum(_local(step, weight) for weight in found)
     written = sum(_local(step, weight) for weight in found if weight.is_trained)
-    return step.batch.segments(step.walk) * step.item_bytes * (read + written)
+    return step.num_segments * step.item_bytes * (read + written)
 
 
 def update_bytes(step: TrainingStep) -> float:
     """AdamW reads and writes master weights and two moments, writes weights, and reads gradients twice; sums of
     gradients are read and written once per micro-batch."""
     trained = sum(weight.held(step.shard) for weight in weights(step.network, step.lora) if weight.is_trained)
-    num_batches = step.num_batches * step.batch.segments(step.walk)
+    num_batches = step.num_batches * step.num_segments
     gradient = FLOAT32 if step.is_accumulated else step.item_bytes
     sums = num_batches * (step.item_bytes + 2 * FLOAT32) if step.is_accumulated else 0
     return float(trained * (6 * FLOAT32 + step.item_bytes + 2 * gradient + sums))

@@ -43,10 +43,6 @@ class MicroBatch:
     is_even: bool = True
     """Whether its sequences are equally long and do not branch: torch's own attention serves these alone."""
 
-    def segments(self, walk: WalkConfig | None) -> int:
-        """Segments that run one after another: of rows, pieces of documents up to `segment_tokens`."""
-        return 1 if walk is None else -(-self.num_tokens // walk.segment_tokens)
-
     def cut(self, num_tokens: int) -> "MicroBatch":
         """Its largest piece of at most `num_tokens`."""
         kept = min(num_tokens, self.num_tokens)
@@ -82,6 +78,20 @@ def block_bytes(network: ModelConfig, layer: int, num_tokens: int, item_bytes: i
     else:
         per_token += (network.intermediate_size or 0) * w * (3 if execution == "compiled" else 4)
     return per_token * num_tokens + constant
+
+
+def shared_bytes(network: ModelConfig, num_tokens: int, item_bytes: int, num_ranks: int) -> int:
+    """Bytes that a block saves in addition on each of the ranks that share a pack: attention's inputs and output before
+    and after they travel. `num_tokens`: of the rank."""
+    attention = network.attention
+    copies = max(1, num_ranks // attention.num_kv_heads)
+    return num_tokens * item_bytes * (attention.q_width + (2 * copies - 1) * attention.kv_width)
+
+
+def parents_bytes(network: ModelConfig, num_tokens: int, item_bytes: int, num_ranks: int) -> int:
+    """Bytes that an MTP module saves in addition on each of the ranks that share a pack: the states of all of its
+    tokens, from which those of the parents are taken."""
+    return (num_ranks - 1) * num_tokens * (network.hidden_size * item_bytes + INT64)
 
 
 def norm_bytes(width: int, item_bytes: int, execution: Execution) -> int:

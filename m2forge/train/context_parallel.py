@@ -111,5 +111,7 @@ class ContextAttend:
 def _by_rank(x_NHK: Tensor, num_ranks: int) -> Tensor:
     """(R, N, heads of the rank, K)"""
     copies = max(1, num_ranks // x_NHK.shape[1])
-    x_NRHK: Tensor = x_NHK.repeat_interleave(copies, dim=1).unflatten(1, (num_ranks, -1))
+    if copies > 1:
+        x_NHK = x_NHK.repeat_interleave(copies, dim=1)
+    x_NRHK: Tensor = x_NHK.unflatten(1, (num_ranks, -1))
     return x_NRHK.transpose(0, 1)

@@ -22,6 +22,7 @@ outside the blocks from the first forward pass of a step to its end. Free blocks
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from math import prod
 
 from m2forge.errors import ConfigError
@@ -37,7 +38,9 @@ from m2forge.train.activation import (
     loss_workspace,
     module_bytes,
     outer_bytes,
+    parents_bytes,
     path_workspace,
+    shared_bytes,
     stack_bytes,
 )
 from m2forge.train.config import MachineConfig, OptimizerConfig, WalkConfig
@@ -67,7 +70,7 @@ class Weight:
     is_expert: bool = False
     is_trained: bool = True
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 
@@ -79,8 +82,13 @@ class Weight:
         return -(-rows // shard) * prod(rest)
 
 
-def weights(network: ModelConfig, lora: LoRAConfig | None = None) -> Iterator[Weight]:
+@lru_cache
+def weights(network: ModelConfig, lora: LoRAConfig | None = None) -> tuple[Weight, ...]:
     """All tensors of the network, and of its adapters, which alone are trained where there are any."""
+    return tuple(_weights(network, lora))
+
+
+def _weights(network: ModelConfig, lora: LoRAConfig | None) -> Iterator[Weight]:
     size, trained = network.hidden_size, lora is None
 
     def outer(*shape: int, is_matrix: bool = False) -> Weight:
@@ -162,6 +170,7 @@ class TrainingMemory:
     masters: int
 
 
+@lru_cache
 def training_memory(
     network: ModelConfig, optimizer: OptimizerConfig, item_bytes: int, lora: LoRAConfig | None = None, shard: int = 1
 ) -> TrainingMemory:
@@ -205,6 +214,7 @@ class TrainingStep:
     network: ModelConfig
     optimizer: OptimizerConfig
     batch: MicroBatch
+    """Of this rank; its paths are those of the whole pack where `context` ranks share one."""
     num_batches: int = 1
     """Micro-batches per step of this rank (gradient accumulation)."""
     item_bytes: int = 2
@@ -215,7 +225,9 @@ class TrainingStep:
     offload: str = "none"
     lora: LoRAConfig | None = None
     shard: int = 1
+    """Ranks that hold one copy of the model together: `shard` × `context` of the mesh."""
     expert: int = 1
+    context: int = 1
 
     @property
     def execution(self) -> Execution:
@@ -226,11 +238,16 @@ class TrainingStep:
     @property
     def piece(self) -> MicroBatch:
         """What runs at once: the micro-batch, or one segment of a walk."""
-        return self.batch if self.walk is None else self.batch.cut(self.walk.segment_tokens)
+        return self.batch if self.walk is None else self.batch.cut(-(-self.walk.segment_tokens // self.context))
+
+    @property
+    def num_segments(self) -> int:
+        """Segments of a micro-batch that run one after another: of rows, pieces of documents up to `segment_tokens`."""
+        return 1 if self.walk is None else -(-self.batch.num_tokens * self.context // self.walk.segment_tokens)
 
     @property
     def is_accumulated(self) -> bool:
-        return self.num_batches * self.batch.segments(self.walk) > 1
+        return self.num_batches * self.num_segments > 1
 
     @property
     def layers(self) -> list[int]:
@@ -270,6 +287,7 @@ def machine_step(
         lora=lora,
         shard=mesh.shape[1],
         expert=mesh.expert,
+        context=mesh.context,
     )
 
 
@@ -316,14 +334,15 @@ def _moments(step: TrainingStep) -> dict[str, dict[str, int]]:
     network, batch, w = step.network, step.piece, step.item_bytes
     state = training_memory(network, step.optimizer, w, step.lora, step.shard)
     on_device = step.offload == "none"
+    kv_ranks = min(step.context, network.attention.num_kv_heads)
     always = {
         "weights": state.weights,
         "master weights": state.masters if on_device else 0,
         "moments": state.moments if on_device else 0,
     }
     if step.walk is not None and step.walk.stack == "device":
-        always["KV of the walk"] = stack_bytes(network, step.batch, step.walk, w)
-    path = 0 if step.walk is None else path_workspace(network, step.batch, step.walk, w)
+        always["KV of the walk"] = stack_bytes(network, step.batch, step.walk, w) // kv_ranks
+    path = 0 if step.walk is None else path_workspace(network, step.batch, step.walk, w) // kv_ranks
     units = _Units(step)
     # Below float32 a micro-batch's gradients are added to float32 sums; otherwise the sums are the gradients.
     sums = state.gradients if step.is_accumulated else 0
@@ -368,6 +387,9 @@ def _saved(step: TrainingStep, index: int, layer: int) -> int:
         return batch.num_tokens * network.hidden_size * w
     module = index >= network.num_layers
     extra = module_bytes(network, batch.num_tokens, w, step.execution) if module else 0
+    if step.context > 1:
+        extra += shared_bytes(network, batch.num_tokens, w, step.context)
+        extra += parents_bytes(network, batch.num_tokens, w, step.context) if module else 0
     return block_bytes(network, layer, batch.num_tokens, w, step.execution) + extra
 
 

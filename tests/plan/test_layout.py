@@ -1,10 +1,11 @@
 """Layouts: what they exchange is what two ranks really exchange; what fits comes first."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,76 +18,50 @@ from m2forge.plan.report import render, to_json
 from m2forge.train.activation import MicroBatch
 from m2forge.train.config import MeshConfig, OptimizerConfig
 from m2forge.train.engine import TrainEngine
-from m2forge.train.memory import TrainingStep
-from m2forge.train.parallel import ProcessRanks, shard_model
+from m2forge.train.parallel import ProcessRanks, context_group, shard_model
 from tests.model.draw import SMALL
 from tests.train.draw import draw_pack
 from tests.train.processes import run_ranks
+from tests.train.received import Received
 
-NETWORK = SMALL.model_copy(update={"vocab_size": 32, "num_layers": 2, "num_mtp": 0})
+assert SMALL.moe is not None
+MOE = SMALL.moe.model_copy(update={"num_experts": 4, "top_k": 3})
+"""Of three of four experts some lie on either of two ranks."""
+NETWORK = SMALL.model_copy(update={"vocab_size": 32, "num_layers": 2, "num_mtp": 1, "moe": MOE})
 NUM_PACKS = 2
+LEAST_BYTES = 512
 
 
-class Exchanged:
-    """Bytes of the collectives of a step; small ones, such as counts and norms, left out."""
-
-    def __init__(self, least: int) -> None:
-        self.num_bytes, self._least = 0, least
-
-    def __enter__(self) -> "Exchanged":
-        # Newer versions of torch have other names for the collectives of FSDP2.
-        single = ("all_gather_single", "reduce_scatter_single")
-        tensor = ("all_gather_into_tensor", "reduce_scatter_tensor")
-        names = (*(single if hasattr(dist, single[0]) else tensor), "all_reduce")
-        self._real = {name: getattr(dist, name) for name in names}
-        for name, function in self._real.items():
-            setattr(dist, name, self._counting(name, function))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name, function in self._real.items():
-            setattr(dist, name, function)
-
-    def _counting(self, name: str, function: Any) -> Any:
-        def run(*args: Any, **options: Any) -> Any:
-            tensors = [*args, *options.values()]
-            sent = max(tensor.nbytes for tensor in tensors if hasattr(tensor, "nbytes"))
-            if sent >= self._least:
-                self.num_bytes += sent
-            return function(*args, **options)
-
-        return run
+MESHES = {
+    "shard": (MeshConfig(shard=2), Layout(1, 2, 1, 1, "none")),
+    "replicate": (MeshConfig(replicate=2), Layout(2, 1, 1, 1, "none")),
+    "context": (MeshConfig(context=2), Layout(1, 1, 2, 1, "none")),
+    "expert": (MeshConfig(shard=2, expert=2), Layout(1, 2, 1, 2, "none")),
+    "context, recomputed": (MeshConfig(context=2), Layout(1, 1, 2, 1, "block")),
+}
 
 
-def exchange(ranks: ProcessRanks) -> dict[str, int]:
+def receive(ranks: ProcessRanks) -> dict[str, float]:
     found = {}
-    for name, mesh in (("shard", MeshConfig(shard=2)), ("replicate", MeshConfig(replicate=2))):
+    for name, (mesh, layout) in MESHES.items():
         model = build(NETWORK, seed=0)
+        model.recompute = "block" if layout.recompute == "block" else "none"
         if mesh.is_sharded:
             shard_model(model, mesh, ranks)
-        engine = TrainEngine(model, OptimizerConfig(), ranks=ranks)
-        packs = [draw_pack(seed, [9, 6]) for seed in range(NUM_PACKS)]
-        with Exchanged(least=4096) as counted:
-            engine.step_rows(packs, lr=1e-3)
-        found[name] = counted.num_bytes
+        engine = TrainEngine(model, OptimizerConfig(), ranks=ranks, context=context_group(mesh, ranks))
+        packs = [draw_pack(seed, [18, 14]) for seed in range(NUM_PACKS)]
+        with Received(least=LEAST_BYTES) as received:
+            engine.step_rows(packs, lr=1e-3, mtp_weight=0.1)
+        found[name] = received.num_bytes
     return found
 
 
-def test_exchanged_bytes_are_those_of_two_ranks(tmp_path: Path) -> None:
-    found: Any = run_ranks(exchange, tmp_path)[0]
-    batch = MicroBatch(15, 9, 15)
-    for name, layout in (("shard", Layout(1, 2, 1, "none")), ("replicate", Layout(2, 1, 1, "none"))):
-        step = TrainingStep(
-            NETWORK,
-            OptimizerConfig(),
-            batch,
-            NUM_PACKS,
-            item_bytes=4,
-            device="cpu",
-            is_compiled=False,
-            shard=layout.shard,
-        )
-        assert found[name] == link_bytes(step, layout)[name]
+def test_received_bytes_are_those_of_two_ranks(tmp_path: Path) -> None:
+    found: Any = run_ranks(receive, tmp_path)[0]
+    for name, (_, layout) in MESHES.items():
+        workload = Workload(name, NETWORK, MicroBatch(32, 18, 32, NETWORK.num_mtp), NUM_PACKS * layout.num_gpus)
+        step = replace(rank_step(workload, layout), num_batches=NUM_PACKS, item_bytes=4, device="cpu")
+        assert found[name] == sum(link_bytes(step, layout).values())
 
 
 @settings(max_examples=20)
@@ -96,9 +71,10 @@ def test_every_layout_uses_all_gpus(num_gpus: int, name: str) -> None:
     found = list(list_layouts(network, num_gpus))
     assert len(set(found)) == len(found)
     for layout in found:
-        assert layout.replicate * layout.shard == num_gpus
-        assert layout.shard % layout.expert == 0
-        MeshConfig(replicate=layout.replicate, shard=layout.shard, expert=layout.expert).of_ranks(num_gpus)
+        axes = {"replicate": layout.replicate, "shard": layout.shard, "context": layout.context}
+        assert math.prod(axes.values()) == num_gpus == layout.num_gpus
+        mesh = MeshConfig.model_validate(axes | {"expert": layout.expert}).of_ranks(num_gpus)
+        mesh.refuse_misfit(network)
 
 
 def test_what_fits_comes_first_and_fastest() -> None:
@@ -131,7 +107,7 @@ def test_too_large_a_network_is_refused_with_its_reason() -> None:
 def test_a_pack_per_step_leaves_ranks_idle() -> None:
     network = preset("m2-tiny")
     workload = Workload("m2-tiny", network, MicroBatch(64, 64, 64), packs_per_step=6)
-    assert rank_step(workload, Layout(4, 1, 1, "none")).num_batches == 2
+    assert rank_step(workload, Layout(4, 1, 1, 1, "none")).num_batches == 2
 
 
 def test_an_unknown_gpu_is_named() -> None:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +16,20 @@ from m2forge.model.build import build
 from m2forge.model.config import ModelConfig
 from m2forge.model.transformer import Transformer
 from m2forge.records import Pack
-from m2forge.train.activation import Execution, MicroBatch, block_bytes, module_bytes, outer_bytes
-from m2forge.train.config import OptimizerConfig, WalkConfig
+from m2forge.train.activation import (
+    Execution,
+    MicroBatch,
+    block_bytes,
+    module_bytes,
+    outer_bytes,
+    parents_bytes,
+    shared_bytes,
+)
+from m2forge.train.config import MeshConfig, OptimizerConfig, WalkConfig
 from m2forge.train.engine import TrainEngine
+from m2forge.train.parallel import ProcessRanks, context_group
 from tests.model.draw import SMALL, model_configs
+from tests.train.processes import run_ranks
 
 NATIVE = pytest.mark.skipif(arithmetic.library() is None, reason="needs a C compiler")
 
@@ -103,3 +115,23 @@ def test_recomputed_blocks_save_their_inputs() -> None:
     # Rotary angles are held for the recomputation, not saved.
     rotary = num_tokens * SMALL.attention.rotary_dim * 4
     assert saved.num_bytes == outer + inputs - rotary
+
+
+def save_on(ranks: ProcessRanks) -> dict[str, int]:
+    """Bytes that a rank saves of 12 tokens: of a pack of its own, and as its part of a shared one."""
+    found = {}
+    for name, mesh, num_tokens in (("own", MeshConfig(replicate=2), 12), ("shared", MeshConfig(context=2), 24)):
+        model = build(SMALL, seed=0)
+        saved = Saved(model)
+        engine = TrainEngine(model, OptimizerConfig(), ranks=ranks, context=context_group(mesh, ranks))
+        with saved.counting():
+            engine.step_rows([draw_pack([num_tokens], SMALL.vocab_size)], lr=1e-3, mtp_weight=0.1)
+        found[name] = saved.num_bytes
+    return found
+
+
+@NATIVE
+def test_ranks_that_share_a_pack_save_what_travels_too(tmp_path: Path) -> None:
+    found: Any = run_ranks(save_on, tmp_path)[0]
+    in_blocks = (SMALL.num_layers + SMALL.num_mtp) * shared_bytes(SMALL, 12, 4, 2)
+    assert found["shared"] - found["own"] == in_blocks + SMALL.num_mtp * parents_bytes(SMALL, 12, 4, 2)
