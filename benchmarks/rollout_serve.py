@@ -11,7 +11,7 @@ from m2forge.protocols import Chunk, Prompt
 from m2forge.records import IntArray, PolicyVersion
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
-from m2forge.rollout.server.app import spare_collector
+from m2forge.rollout.server.model_server import spare_collector
 
 BLOCK_TOKENS = 16
 

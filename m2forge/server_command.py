@@ -158,7 +158,7 @@ def _make_engine(kind: str, folder: Path, name: str, url: str, config: "ServeCon
     version = PolicyVersion(config.lineage or name, config.step, config.branch)
     if kind == "native":
         from m2forge.rollout.engine import NativeEngine
-        from m2forge.rollout.server.app import make_core
+        from m2forge.rollout.server.model_server import make_core
 
         return NativeEngine(make_core(folder, config, name))
     if kind == "vllm":

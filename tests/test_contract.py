@@ -346,14 +346,16 @@ def function_breaches(root: Path) -> list[str]:
     return breaches
 
 
+TORCHLESS = {("rl", "loop"), ("rl", "relay"), ("rollout", "server", "app"), ("gateway", "server")}
+
+
 def torch_breaches(root: Path) -> list[str]:
-    """Modules that must load without torch: the base, the command line, every room's config, and the RL loop, which
-    leaves networks to its child processes."""
+    """Modules that must load without torch: the base, the command line, every room's config, the RL loop, which leaves
+    networks to its child processes, and the HTTP servers that networks of other processes stand behind."""
     names = []
     for path in sources(root, PACKAGE):
         parts = path.relative_to(root).with_suffix("").parts
-        is_loop = parts[1:] == ("rl", "loop")
-        if parts[-1] == "config" or FLOOR_OF.get(parts[1]) == 0 or parts[1] == "cli" or is_loop:
+        if parts[-1] == "config" or FLOOR_OF.get(parts[1]) == 0 or parts[1] == "cli" or parts[1:] in TORCHLESS:
             names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
     program = (
         "import importlib, sys\n"

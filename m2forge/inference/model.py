@@ -21,7 +21,7 @@ from m2forge.model.hub import find_model, is_hub_id, refuse_revision
 from m2forge.model.preset import PRESETS
 from m2forge.rollout.core import Core
 from m2forge.rollout.execution.cpu_dtype import available_bytes
-from m2forge.rollout.server.app import DTYPES, core_of, decoder, find_device, make_core
+from m2forge.rollout.server.model_server import DTYPES, core_of, decoder, find_device, make_core
 from m2forge.text.format import MINIMAX_M2_SPECIALS, ChatFormat, FormatName, Rendered, make_format
 from m2forge.text.message import Message, RewritePolicy, Tool
 from m2forge.text.parser import CompletionParser

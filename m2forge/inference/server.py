@@ -37,7 +37,8 @@ from m2forge.model.hub import find_model
 from m2forge.protocols import Engine
 from m2forge.rollout.config import ServerConfig
 from m2forge.rollout.engine import NativeEngine
-from m2forge.rollout.server.app import Guard, bind, make_app, make_core, serve_engine, spare_collector
+from m2forge.rollout.server.app import Guard, bind, make_app, serve_engine
+from m2forge.rollout.server.model_server import make_core, spare_collector
 from m2forge.text.format import ChatFormat
 
 VENDOR_PREFIX = "/v1/"

@@ -25,7 +25,7 @@ from m2forge.config import load_resolved
 from m2forge.errors import ConfigError, TrainingError
 from m2forge.importing import importing
 from m2forge.observe.log import set_up_logging
-from m2forge.records import JsonValue, Task
+from m2forge.records import JsonValue, PolicyVersion, Task
 from m2forge.rl.config import RLConfig
 from m2forge.rl.layout import Layout
 from m2forge.tasks.runner import TaskRunner
@@ -52,23 +52,21 @@ def run_trainer(run_dir: Path) -> None:
 
 def run_sampler(run_dir: Path, descriptor: str) -> None:
     (key,) = read_keys(1)
+    config = load_resolved(RLConfig, run_dir / CONFIG_FILE)
+    if config.engine.server is not None:
+        with importing():
+            from m2forge.rl.relay import serve_relay
+
+        version, folder = _newest_weights(run_dir, config)
+        serve_relay(config, folder, version, key, _announce, socket.socket(fileno=int(descriptor)))
+        return
     with importing():
         import torch
 
         from m2forge.rollout.config import ServeConfig
-        from m2forge.rollout.server.app import serve_model
+        from m2forge.rollout.server.model_server import serve_model
 
-    config = load_resolved(RLConfig, run_dir / CONFIG_FILE)
-    store = Layout(run_dir).weight_store(config)
-    while (newest := store.newest()) is None:
-        # A trainer that starts over removes what it had published.
-        time.sleep(POLL_S)
-    version, folder = newest
-    if config.engine.server is not None:
-        from m2forge.rl.relay import serve_relay
-
-        serve_relay(config, folder, version, key, _announce, socket.socket(fileno=int(descriptor)))
-        return
+    version, folder = _newest_weights(run_dir, config)
     if config.engine.num_threads is not None:
         torch.set_num_threads(config.engine.num_threads)
     serving = ServeConfig(
@@ -80,6 +78,14 @@ def run_sampler(run_dir: Path, descriptor: str) -> None:
         rollout=config.engine.rollout,
     )
     serve_model(folder, serving, key, _announce, socket.socket(fileno=int(descriptor)))
+
+
+def _newest_weights(run_dir: Path, config: RLConfig) -> tuple[PolicyVersion, Path]:
+    store = Layout(run_dir).weight_store(config)
+    while (newest := store.newest()) is None:
+        # A trainer that starts over removes what it had published.
+        time.sleep(POLL_S)
+    return newest
 
 
 def run_gateway(run_dir: Path, descriptor: str, sampler_url: str) -> None:

@@ -162,7 +162,7 @@ def open_native(folder: Path, config: TrialsConfig) -> Engine:
 
     from m2forge.rollout.config import ServeConfig
     from m2forge.rollout.engine import NativeEngine
-    from m2forge.rollout.server.app import make_core
+    from m2forge.rollout.server.model_server import make_core
 
     if config.engine.num_threads is not None:
         torch.set_num_threads(config.engine.num_threads)

@@ -23,7 +23,7 @@ from m2forge.inference.model import NoChatFormat, context_of
 from m2forge.inference.server import open_server_app
 from m2forge.protocols import Engine
 from m2forge.rollout.engine import NativeEngine
-from m2forge.rollout.server.app import make_core
+from m2forge.rollout.server.model_server import make_core
 from m2forge.text.format import ChatFormat
 from m2forge.text.message import Message, tool_to_openai
 from tests.gateway.dialogue import FORMATS, call, minimax

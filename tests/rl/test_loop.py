@@ -37,7 +37,8 @@ from m2forge.rl.loop import Loop, Supply, run_rl
 from m2forge.rl.servers import Server
 from m2forge.rollout.config import ServeConfig, ServerConfig
 from m2forge.rollout.engine import NativeEngine
-from m2forge.rollout.server.app import make_app, make_core
+from m2forge.rollout.server.app import make_app
+from m2forge.rollout.server.model_server import make_core
 from m2forge.tasks.curriculum import Curriculum
 from m2forge.tasks.runner import BrokenVerifierError, TaskRunner
 from tests.rl import idle_run

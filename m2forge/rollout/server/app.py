@@ -1,4 +1,4 @@
-"""The HTTP server of an engine; `serve_model` serves a model folder or GGUF file until the process is asked to stop.
+"""The HTTP server of an engine of any kind; it loads no torch (model_server.py serves a model folder).
 
 `Guard`, an ASGI layer around the whole application, controls access:
 
@@ -21,7 +21,6 @@ request is aborted.
 
 import asyncio
 import contextlib
-import gc
 import hmac
 import ipaddress
 import json
@@ -29,13 +28,12 @@ import logging
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -44,20 +42,14 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from m2forge.errors import ConfigError, EngineError, M2ForgeError, NotFoundError, RequestError
+from m2forge.errors import EngineError, M2ForgeError, RequestError
 from m2forge.listener import LOOPBACK, address, host_name, listen
-from m2forge.model.checkpoint import load_model
-from m2forge.model.transformer import Transformer
 from m2forge.observe.prometheus import TEXT_TYPE, Metric, counter, gauge, labels, metrics_text, summary
 from m2forge.protocols import Chunk, Engine, EngineState
-from m2forge.records import JsonValue, PolicyVersion
-from m2forge.rollout.config import ServeConfig, ServerConfig
-from m2forge.rollout.core import Core
-from m2forge.rollout.engine import NativeEngine, merge_chunks
-from m2forge.rollout.execution.cpu_dtype import fastest_dtype
-from m2forge.rollout.request import Decode
+from m2forge.records import JsonValue
+from m2forge.rollout.config import ServerConfig
+from m2forge.rollout.engine import merge_chunks
 from m2forge.rollout.server import wire
-from m2forge.text.tokenizer import Tokenizer, load_tokenizer
 
 PREFIX = "m2forge_rollout_"
 
@@ -370,29 +362,6 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-DTYPES = {
-    "auto": None,
-    "stored": None,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-
-
-def serve_model(
-    folder: Path, config: ServeConfig, key: str, announce: Callable[[str], None], listener: socket.socket | None = None
-) -> None:
-    """Serve `folder` to clients that send `key`; calls `announce` with the address once the server listens. `listener`:
-    a listening socket to use instead of the configured address. Raises the `EngineError` of a failed engine after every
-    request has received it, so that the process ends and can be restarted."""
-    # Bind before loading the weights, so that an address in use fails at once.
-    with bind(config.server) if listener is None else listener as listener:
-        engine = NativeEngine(make_core(folder, config))
-        spare_collector()
-        app: ASGIApp = make_app(engine, config.server, key)
-        serve_engine(engine, engine.watch, lambda: contextlib.nullcontext(app), listener, announce)
-
-
 def serve_engine(
     engine: Engine,
     watch: Callable[[], Coroutine[Any, Any, None]],
@@ -400,8 +369,9 @@ def serve_engine(
     listener: socket.socket,
     announce: Callable[[str], None],
 ) -> None:
-    """Serve an application over `engine`, which is closed at the end; see `serve_model`. The application is opened in
-    the server's event loop. `watch`: raises the error of a failed engine, which ends the server."""
+    """Serve an application over `engine`, which is closed at the end; calls `announce` with the address once the server
+    listens. The application is opened in the server's event loop. `watch`: raises the error of a failed engine, which
+    ends the server."""
 
     async def run() -> None:
         announce(address(listener))
@@ -422,61 +392,3 @@ def serve_engine(
             await engine.close()
 
     asyncio.run(run())
-
-
-def spare_collector() -> None:
-    """Exclude permanent objects (libraries, network, cache) from garbage collection, which would scan all of them from
-    time to time, for 0.14 s, while a batch waits."""
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
-
-
-def make_core(path: Path, config: ServeConfig, lineage: str | None = None) -> Core:
-    """The engine core of the model in a folder or GGUF file, with its tokenizer if it has one. `lineage`: name of the
-    weights unless the config names them; by default that of the path."""
-    model = load_model(path, device=find_device(config), dtype=DTYPES[config.dtype])
-    return core_of(model, config, lineage or path.absolute().name, _find_decode(path))
-
-
-def core_of(model: Transformer, config: ServeConfig, lineage: str, decode: Decode | None) -> Core:
-    """The engine core of a loaded model; `lineage` names its weights unless the config does."""
-    if config.dtype == "auto" and model.embedding.weight.device.type == "cpu":
-        model = model.to(fastest_dtype(model))
-    version = PolicyVersion(config.lineage or lineage, config.step, config.branch)
-    return Core(model.eval(), config.rollout, version, decode)
-
-
-def find_device(config: ServeConfig) -> str:
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda: torch sees no GPU; serve on the CPU with device = cpu")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-
-
-def _find_decode(path: Path) -> Decode | None:
-    """The decode function for stop texts, which are rejected without one."""
-    try:
-        return decoder(load_tokenizer(path))
-    except NotFoundError:
-        return None
-    except M2ForgeError as error:
-        _log.warning("the tokenizer cannot be loaded, so prompts with stop texts will be rejected: %s", error)
-        return None
-
-
-def decoder(tokenizer: Tokenizer) -> Decode:
-    """A tokenizer's decode function. Exact, because only byte-level vocabularies are loaded: the text of a token
-    sequence is the concatenation of each token's bytes."""
-
-    def decode(ids: Sequence[int]) -> bytes:
-        return b"".join(_bytes_of(tokenizer, id) for id in ids)
-
-    return decode
-
-
-def _bytes_of(tokenizer: Tokenizer, id: int) -> bytes:
-    """A token's bytes; empty for ids beyond the tokenizer, which pad a network's vocabulary to a round size."""
-    try:
-        return tokenizer.decode_bytes((id,))
-    except NotFoundError:
-        return b""

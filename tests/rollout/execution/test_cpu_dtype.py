@@ -11,7 +11,7 @@ from m2forge.model.checkpoint import save_model
 from m2forge.rollout.config import ServeConfig
 from m2forge.rollout.execution import cpu_dtype as held_dtype
 from m2forge.rollout.execution.cpu_dtype import decode_s, fastest_dtype, probe_config
-from m2forge.rollout.server.app import make_core
+from m2forge.rollout.server.model_server import make_core
 from tests.model.draw import SMALL
 
 

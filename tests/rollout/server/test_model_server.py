@@ -13,8 +13,8 @@ from m2forge.protocols import Chunk, Prompt
 from m2forge.records import PolicyVersion, Sampling
 from m2forge.rollout.config import ServeConfig, ServerConfig
 from m2forge.rollout.core import Core
-from m2forge.rollout.server import app as serve
-from m2forge.rollout.server.app import make_core, serve_model
+from m2forge.rollout.server import model_server
+from m2forge.rollout.server.model_server import make_core, serve_model
 from m2forge.text.tokenizer import train_tokenizer
 from tests.rollout.draw import finish, ids_of
 from tests.rollout.network import write_network
@@ -71,7 +71,7 @@ def test_a_server_whose_engine_fails_answers_clients_and_ends(tmp_path: Path, mo
             threads.submit(ask, url)
 
     monkeypatch.setattr(Core, "step", fail)
-    monkeypatch.setattr(serve, "spare_collector", lambda: None)
+    monkeypatch.setattr(model_server, "spare_collector", lambda: None)
     config = ServeConfig(device="cpu", server=ServerConfig(port=0))
     with ThreadPoolExecutor() as threads, pytest.raises(EngineError, match="ArithmeticError: a bug"):
         serve_model(tmp_path / "model", config, KEY, announce)
