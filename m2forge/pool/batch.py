@@ -113,15 +113,25 @@ def claim(
         head = window.head
         if head is None or head.is_finished or open_s[head.place] <= config.window.straggler_s:
             break
-        if not _is_straggler(connection, config, by_place[head.place], now_s()):
+        row = by_place[head.place]
+        if not _is_straggler(connection, config, row, now_s()) or not _lock(connection, [row], UnitState.OPEN):
             break
         given_up = [by_place[unit.place] for unit in window.give_up(head.place)]
         _give_up(connection, config, given_up, config.window.straggler, DropReason.STRAGGLER)
         taken = wanted.take(window)
-    if not taken:
-        return None
     chosen = [by_place[unit.place] for unit in taken]
+    if not chosen or not _lock(connection, chosen, UnitState.READY):
+        return None
     return _take(connection, queue, chosen)
+
+
+def _lock(connection: Connection, rows: Sequence[UnitRow], state: UnitState) -> bool:
+    """Lock units; returns whether all are still in this state, as they were when they were read. Locking all of the
+    window instead would wait for each attempt that is being stored."""
+    unit = unit_table.c
+    query = select(unit.state).where(unit.id.in_([row.id for row in rows])).order_by(unit.place).with_for_update()
+    states = connection.execute(query).scalars().all()
+    return len(states) == len(rows) and {*states} == {state}
 
 
 def _take(connection: Connection, queue: QueueRow, rows: Sequence[UnitRow]) -> Claim:
@@ -148,7 +158,7 @@ def _window_rows(connection: Connection, size: int, wanted: Wanted) -> Sequence[
     )
     num_tokens = (literal(0) if wanted.max_tokens is None else unit_tokens).label("num_tokens")
     columns = [*(unit[name] for name in _WINDOW_COLUMNS), num_tokens]
-    query = select(*columns).where(unit.is_queued).order_by(unit.place).with_for_update(of=unit_table)
+    query = select(*columns).where(unit.is_queued).order_by(unit.place)
     rows = list(connection.execute(query.limit(size + wanted.num_units)).all())
     if wanted.quotas is None or len(rows) < size + wanted.num_units:
         return rows

@@ -83,6 +83,9 @@ class PoolConfig(Config):
     """Approximate size of SQLite's write-ahead log at which the writer waits for readers and truncates it."""
     busy_timeout_s: Seconds = 60.0
     """Seconds to wait for another process's transaction."""
+    reconnect_s: Seconds = 300.0
+    """How long a running process repeats a transaction while PostgreSQL restarts or drops its connections. A run does
+    not start without its database."""
     lease_s: Seconds = 60.0
     """A worker counts as dead once another process has seen its lease unrenewed for this long."""
     max_failures: Count = 3

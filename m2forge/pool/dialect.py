@@ -3,20 +3,24 @@
 SQLite is opened with a write-ahead log. A transaction that will write begins as a write transaction, since one that
 upgrades later may find the database changed and fail. The writer truncates the log once it exceeds its limit;
 otherwise overlapping readers would keep it growing.
+
+PostgreSQL may restart or drop connections. A transaction that was not committed then leaves nothing behind, and
+`outlast` repeats it. Where the connection breaks during COMMIT, the server knows whether it committed (`txid_status`).
 """
 
 import logging
 import sqlite3
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, Table, create_engine, event, make_url, text, update
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine.interfaces import DBAPIConnection, DBAPICursor
-from sqlalchemy.exc import DBAPIError, NoSuchModuleError
+from sqlalchemy.exc import DBAPIError, NoSuchModuleError, OperationalError
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from m2forge.errors import ConfigError, M2ForgeError
@@ -24,6 +28,7 @@ from m2forge.files import sync_path
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.tables import call_table, queue_table
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 PAGE_BYTES = 16384
@@ -34,7 +39,10 @@ _BOUND_LOG_EVERY = 64
 """Write transactions between two checks of the log's size."""
 _RETRY_S = 0.01
 """Delay between retries to set up a file that other processes set up at the same time."""
-
+_FIRST_DELAY_S, _MAX_DELAY_S = 0.05, 2.0
+"""Delays before a transaction is repeated: the first, which doubles, and the longest."""
+_NOT_READY = ("57P03", "53300")
+"""SQLSTATE of a server that starts or shuts down, and of one that has no connection left."""
 
 # Days since noon of 24 November 4714 BC; 2440587.5 is the epoch.
 _SQLITE_NOW = text("SELECT (julianday('now') - 2440587.5) * 86400.0")
@@ -45,12 +53,19 @@ class PoolError(M2ForgeError, OSError):
     """The database cannot be reached or does not respond."""
 
 
+class ConnectionLostError(PoolError):
+    """The connection was lost, or not made; nothing of the transaction is stored, so that it may be repeated."""
+
+
 class Database:
-    def __init__(self, config: PoolConfig) -> None:
+    def __init__(self, config: PoolConfig, on_loss: Callable[[], None] = lambda: None) -> None:
+        """`on_loss`: called each time the database is found out of reach."""
         url = make_url(config.url)
+        self._on_loss = on_loss
+        self._is_closing = threading.Event()
         self.is_sqlite = url.get_backend_name() == "sqlite"
         self.display_url = url.render_as_string(hide_password=True)
-        self._wal_bytes = config.wal_bytes
+        self._wal_bytes, self._reconnect_s = config.wal_bytes, config.reconnect_s
         self._num_writes = 0
         self._path: Path | None = None
         try:
@@ -65,7 +80,8 @@ class Database:
                 options = f"-c lock_timeout={wait_ms}"
                 url = url.set(drivername="postgresql+psycopg")
                 arguments = {"options": options, "cursor_factory": _binary_cursor()}
-                self.engine = create_engine(url, connect_args=arguments, pool_pre_ping=True)
+                # No ping before each transaction: one that finds its connection closed is repeated.
+                self.engine = create_engine(url, connect_args=arguments)
         except (ModuleNotFoundError, NoSuchModuleError) as error:
             raise ConfigError(
                 "pool.url names a PostgreSQL database, but its driver is not installed; "
@@ -78,8 +94,14 @@ class Database:
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """One write transaction, committed when the block ends and rolled back if it raises."""
-        with self._named(), self._writing.begin() as connection:
+        with self._named(), self._writing.connect() as connection, connection.begin() as transaction:
             yield connection
+            number = self._transaction_number(connection)
+            try:
+                transaction.commit()
+            except DBAPIError as error:
+                if not self._is_lost(error) or not self._has_committed(number):
+                    raise
         self._num_writes += 1
         if self.is_sqlite and self._num_writes % _BOUND_LOG_EVERY == 0:
             self.bound_log()
@@ -95,7 +117,59 @@ class Database:
             yield
         except DBAPIError as error:
             # The driver's message only: SQLAlchemy adds the statement and its parameters, which contain agents' text.
-            raise PoolError(f"{self.display_url}: the database failed: {error.orig}") from error
+            kind = ConnectionLostError if self._is_lost(error) else PoolError
+            raise kind(f"{self.display_url}: the database failed: {error.orig}") from error
+
+    def _is_lost(self, error: DBAPIError) -> bool:
+        if self.is_sqlite:
+            return False
+        state = getattr(error.orig, "sqlstate", None)
+        # A connection that cannot be made has no SQLSTATE.
+        is_refused = isinstance(error, OperationalError) and state is None
+        return error.connection_invalidated or is_refused or state in _NOT_READY
+
+    def _transaction_number(self, connection: Connection) -> int | None:
+        """PostgreSQL's number of a transaction that has written."""
+        return None if self.is_sqlite else connection.execute(text("SELECT txid_current_if_assigned()")).scalar_one()
+
+    def _has_committed(self, number: int | None) -> bool:
+        """Whether a transaction committed whose connection was lost meanwhile; waits until the database knows."""
+
+        def ask() -> bool:
+            with self.read() as connection:
+                status = connection.execute(text("SELECT txid_status(:number)"), {"number": number}).scalar_one()
+            if status == "in progress":
+                raise ConnectionLostError(f"{self.display_url}: the database still ends a lost connection")
+            return bool(status == "committed")
+
+        return number is None or self.outlast(ask)
+
+    def outlast(self, work: Callable[[], T], limit_s: float | None = None) -> T:
+        """Run `work`, one transaction, again for as long as the connection is lost, at most `limit_s` (by default
+        `reconnect_s`)."""
+        limit_s, lost_s, delay_s = self._reconnect_s if limit_s is None else limit_s, 0.0, _FIRST_DELAY_S
+        began_s: float | None = None
+        while True:
+            try:
+                result = work()
+            except ConnectionLostError as error:
+                self._on_loss()
+                began_s = time.monotonic() if began_s is None else began_s
+                lost_s = time.monotonic() - began_s
+                if lost_s >= limit_s or self._is_closing.is_set():
+                    raise PoolError(f"{error} (tried for {lost_s:.0f} s)" if lost_s else f"{error}") from error
+                if delay_s == _FIRST_DELAY_S:
+                    _log.warning("%s; trying again for up to %.0f s", error, limit_s)
+                self._is_closing.wait(delay_s)
+                delay_s = min(2 * delay_s, _MAX_DELAY_S)
+                continue
+            if began_s is not None:
+                _log.warning("%s: reached again after %.1f s", self.display_url, time.monotonic() - began_s)
+            return result
+
+    def stop_waiting(self) -> None:
+        """Have transactions whose connection is lost fail at once, for a process that ends."""
+        self._is_closing.set()
 
     def log_bytes(self) -> int:
         """Size of SQLite's write-ahead log; 0 for PostgreSQL."""

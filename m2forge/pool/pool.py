@@ -10,7 +10,8 @@
         units = pool.fetch(batch)                  trees, rewards, tasks
         pool.commit(batch, next_version)
 
-Every method is one transaction: visible to all processes when it returns, rolled back if it raises. Each process that
+Every method is one transaction: visible to all processes when it returns, rolled back if it raises. If the database
+drops the connection, the transaction is repeated unless it has committed, for up to `reconnect_s`. Each process that
 shares a pool opens it itself. Methods block; asyncio code uses `PoolWriter`.
 """
 
@@ -19,9 +20,9 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import partial, wraps
 from types import TracebackType
-from typing import Generic, ParamSpec, Self, TypeVar
+from typing import Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from sqlalchemy import Connection, and_, delete, func, insert, or_, select
 
@@ -59,23 +60,37 @@ Item = TypeVar("Item")
 _log = logging.getLogger(__name__)
 
 
+def _repeated(
+    method: Callable[Concatenate["Pool", P], T],
+) -> Callable[Concatenate["Pool", P], T]:
+    """A method that is one transaction, repeated while the database drops the connection before it has committed."""
+
+    @wraps(method)
+    def call(self: "Pool", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.database.outlast(lambda: method(self, *args, **kwargs))
+
+    return call
+
+
 class Pool:
     def __init__(
         self,
         config: PoolConfig,
         vocab_size: int,
         *,
+        wait_s: float = 0.0,
         clock: Callable[[], float] | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the database and create missing tables. `clock`: returns seconds since the epoch, instead of the
-        database's clock; the same for all processes that share the pool. `monotonic`: this process's clock."""
+        """Open the database and create missing tables. `wait_s`: how long to wait for a database that cannot be
+        reached. `clock`: returns seconds since the epoch, instead of the database's clock; the same for all processes
+        that share the pool. `monotonic`: this process's clock."""
         self.config, self.vocab_size = config, vocab_size
         self._clock = clock
         self._leases, self._stuck = Watch[tuple[int, int]](monotonic), Watch[int](monotonic)
-        self.database = Database(config)
+        self.database = Database(config, self._restart_watches)
         try:
-            self._set_up()
+            self.database.outlast(self._set_up, wait_s)
         except BaseException:
             self.database.close()
             raise
@@ -121,11 +136,18 @@ class Pool:
     def close(self) -> None:
         self.database.close()
 
+    def _restart_watches(self) -> None:
+        """While the database could not be reached, no worker could renew a lease."""
+        self._leases.restart()
+        self._stuck.restart()
+
+    @_repeated
     def room(self) -> int:
         """Number of units that fit into the queue."""
         with self.database.read() as connection:
             return max(0, self.config.window.queue - queues.num_queued(connection))
 
+    @_repeated
     def put(
         self, tasks: Sequence[tuple[Task, int] | Queued], note: str | None = None, stage: str | None = None
     ) -> list[str]:
@@ -136,41 +158,49 @@ class Pool:
         with self.database.write() as connection:
             return queues.put(connection, self.config, tasks, note, stage)
 
+    @_repeated
     def unreplaced(self) -> list[UnreplacedGroup]:
         """Groups of a stage that were dropped and not yet replaced."""
         with self.database.read() as connection:
             return queues.unreplaced(connection)
 
+    @_repeated
     def replace(self, replacements: Sequence[tuple[UnreplacedGroup, Task, int]], note: str | None = None) -> list[str]:
         """Queue a task with its number of episodes to replace each dropped group. `note`: as for `put`."""
         with self.database.write() as connection:
             return queues.replace(connection, self.config, replacements, note)
 
+    @_repeated
     def note(self) -> str | None:
         """The last stored note."""
         with self.database.read() as connection:
             return queues.read_note(connection)
 
+    @_repeated
     def lease(self, worker: str, num_episodes: int) -> list[Lease]:
         """Lease up to `num_episodes` queued episodes, oldest first. The worker must renew them within `lease_s`."""
         with self.database.write() as connection:
             return queues.lease(connection, self.config, worker, num_episodes, self._now_s(connection))
 
+    @_repeated
     def leases_of(self, worker: str) -> list[Lease]:
         """Leases of a worker's running attempts."""
         with self.database.read() as connection:
             return queues.leases_of(connection, worker)
 
+    @_repeated
     def running(self) -> dict[str, str]:
         """The attempts in flight and the worker of each."""
         with self.database.read() as connection:
             return queues.running_workers(connection)
 
+    @_repeated
     def renew(self, leases: Sequence[Lease]) -> list[Lease]:
         """Renew leases; returns the lost ones, whose attempts the caller must cancel."""
         with self.database.write() as connection:
             return queues.renew(connection, self.config, leases, self._now_s(connection))
 
+    @_repeated
     def requeue_expired(self) -> list[Lease]:
         """Requeue episodes whose workers have died; returns their leases. One process calls this periodically: a lease
         expires once this process has seen it unrenewed for `lease_s` by its own monotonic clock, so that setting a
@@ -195,6 +225,7 @@ class Pool:
     def _now_s(self, connection: Connection) -> float:
         return self.database.now_s(connection) if self._clock is None else self._clock()
 
+    @_repeated
     def _give_up(self, lease: Lease, failure: str, until_s: float | None = None) -> bool:
         """One transaction per lease, since workers renew and finish meanwhile."""
         try:
@@ -206,43 +237,51 @@ class Pool:
             _log.warning("%s is dropped, because too many workers died during its attempts: %s", lease.group, failure)
         return True
 
+    @_repeated
     def known(self, names: Collection[str]) -> set[str]:
         """The subset of `names` that are episodes of the pool."""
         with self.database.read() as connection:
             return deployed.known(connection, names)
 
+    @_repeated
     def add_deployed(self, group: str, task: Task, episodes: Sequence[DeployedEpisode]) -> None:
         """Store rewarded attempts of an agent that the loop did not start. If the configuration admits it, the group
         takes the slot of a task of its domain in a later batch."""
         with self.database.write() as connection:
             deployed.add_deployed(connection, self.config, group, task, episodes, self._now_s(connection))
 
+    @_repeated
     def append(self, appends: Sequence[Append]) -> list[M2ForgeError | None]:
         """Store calls of several attempts; returns for each None or the error that refused it."""
         with self.database.write() as connection:
             return record.append(connection, appends)
 
+    @_repeated
     def finish(self, lease: Lease, outcome: Outcome) -> None:
         """End an attempt that counts, including one that hit a limit."""
         with self.database.write() as connection:
             record.finish(connection, self.config, lease, outcome, self._now_s(connection))
 
+    @_repeated
     def end(self, endings: Sequence[Ending]) -> list[bool | M2ForgeError]:
         """Store the calls and outcomes of several attempts; returns for each whether its unit may now be complete and
         wait for a reward, or the error that refused it."""
         with self.database.write() as connection:
             return record.end(connection, self.config, endings, self._now_s(connection))
 
+    @_repeated
     def reward_unit(self, rewards: Sequence[Rewarding]) -> None:
         """Reward the finished attempts of one unit in one transaction."""
         with self.database.write() as connection:
             record.reward_unit(connection, self.config, rewards)
 
+    @_repeated
     def reward(self, lease: Lease, reward: Reward, step_rewards: Sequence[float] | None = None) -> None:
         """Reward a finished attempt. `step_rewards`: one per call."""
         with self.database.write() as connection:
             record.reward(connection, self.config, lease, reward, step_rewards)
 
+    @_repeated
     def fail(self, lease: Lease, failure: str) -> EpisodeState:
         """End an attempt that failed for a reason other than the policy: the episode is retried, or after
         `max_failures` its group is dropped."""
@@ -254,6 +293,7 @@ class Pool:
         False if the lease is lost."""
         return self._give_up(lease, reason)
 
+    @_repeated
     def claim(self, num_units: int, version: PolicyVersion, quotas: Mapping[str, int] | None = None) -> Claim | None:
         """Claim a batch for weights at `version`; None while the window holds too few finished units. `quotas`: units
         per label (STAGE/DOMAIN, or DOMAIN for units without a stage), which add up to `num_units`."""
@@ -262,6 +302,7 @@ class Pool:
             now_s = partial(self._now_s, connection)
             return batches.claim(connection, self.config, wanted, version, now_s, self._stuck)
 
+    @_repeated
     def claim_within(
         self,
         max_tokens: int,
@@ -277,31 +318,37 @@ class Pool:
             now_s = partial(self._now_s, connection)
             return batches.claim(connection, self.config, wanted, version, now_s, self._stuck)
 
+    @_repeated
     def batch_sizes(self, lineage: str) -> list[int]:
         """Number of units of each committed batch, in step order."""
         with self.database.read() as connection:
             return batches.batch_sizes(connection, lineage)
 
+    @_repeated
     def fetch(self, claimed: Claim) -> list[StoredUnit]:
         """The units of a batch in submission order."""
         with self.database.read() as connection:
             return read_units(connection, claimed.units, self.vocab_size)
 
+    @_repeated
     def commit(self, claimed: Claim, version: PolicyVersion) -> None:
         """Mark a batch as trained: its step produced `version`."""
         with self.database.write() as connection:
             batches.commit(connection, self.config, claimed, version)
 
+    @_repeated
     def flush(self) -> None:
         """Wait until every committed transaction is on disk. Call it before writing a checkpoint: if the commits of its
         steps were lost in a power loss, the trainer would train on their units twice."""
         self.database.flush()
 
+    @_repeated
     def mark_durable(self, version: PolicyVersion) -> None:
         """Record that a checkpoint of `version` is on disk."""
         with self.database.write() as connection:
             batches.mark_durable(connection, version)
 
+    @_repeated
     def restore(self, version: PolicyVersion) -> Restored:
         """Restore the pool to the weights of a checkpoint: units that they have not trained on return to the queue, and
         commits of batches claimed before are refused. Raises if the pool is behind the checkpoint."""
@@ -313,22 +360,26 @@ class Pool:
             )
         return restored
 
+    @_repeated
     def epoch(self) -> int:
         """Number of restores so far."""
         with self.database.read() as connection:
             return int(queues.read_queue(connection).epoch)
 
+    @_repeated
     def rejoin(self, epoch: int) -> None:
         """Record that the sampler serves a version that was looked up under `epoch`: unless the pool was restored
         since, its samples are from now on of the lineage that the pool follows."""
         with self.database.write() as connection:
             batches.rejoin(connection, epoch)
 
+    @_repeated
     def refuse_behind(self, version: PolicyVersion) -> None:
         """Raise if the newest checkpoint is of `version` and the pool lacks commits of its steps."""
         with self.database.read() as connection:
             batches.refuse_behind(queues.read_queue(connection), version)
 
+    @_repeated
     def unjudged(self, num_units: int) -> list[tuple[StoredUnit, list[Lease]]]:
         """Units whose episodes have all ended but lack rewards, including those that a dead loop left."""
         unit = unit_table.c
@@ -341,6 +392,7 @@ class Pool:
                 for stored in read_units(connection, [id], self.vocab_size)
             ]
 
+    @_repeated
     def counts(self) -> dict[str, int]:
         """Number of episodes in each state."""
         query = select(episode_table.c.state, func.count()).group_by(episode_table.c.state)
@@ -348,6 +400,7 @@ class Pool:
             counts = {row.state: row[1] for row in connection.execute(query)}
         return {state: counts.get(state, 0) for state in EpisodeState}
 
+    @_repeated
     def queue_positions(self, num_units: int) -> list[tuple[int, str]]:
         """Position and state of the first queued units, the head first."""
         unit = unit_table.c
@@ -355,11 +408,13 @@ class Pool:
         with self.database.read() as connection:
             return [(place, state) for place, state in connection.execute(query)]
 
+    @_repeated
     def tally(self) -> Tally:
         """Units submitted, trained, requeued and dropped, by difficulty."""
         with self.database.read() as connection:
             return read_tally(connection)
 
+    @_repeated
     def sweep(self) -> int:
         """Delete some of the episodes beyond the retention limits; returns how many, 0 when none are left."""
         with self.database.write() as connection:
@@ -487,6 +542,7 @@ class PoolWriter:
     """
 
     def __init__(self, pool: Pool) -> None:
+        self._pool = pool
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pool")
         self._appends: _Gathering[Append, None] = _Gathering(lambda items: self.run(pool.append, items))
         self._endings: _Gathering[Ending, bool] = _Gathering(lambda items: self.run(pool.end, items))
@@ -518,4 +574,7 @@ class PoolWriter:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if kind is not None:
+            # A process that ends does not wait for its database.
+            self._pool.database.stop_waiting()
         await self.close()

@@ -96,6 +96,10 @@ class Watch(Generic[Key]):
         }
         return {key: now_s - since_s for key, (_, since_s) in self._since.items()}
 
+    def restart(self) -> None:
+        """Forget every key."""
+        self._since = {}
+
 
 QueueRow = Row[tuple[object, ...]]
 UnitRow = Row[tuple[object, ...]]

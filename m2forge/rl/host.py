@@ -71,7 +71,8 @@ async def _run(layout: Layout, config: RLConfig, name: str, gateway_url: str, ke
     folder = find_folder(config.model, config.revision)
     format = make_format(config.gateway.format, load_tokenizer(folder))
     try:
-        with Pool(layout.pool(config.pool), read_config(folder).vocab_size) as pool:
+        vocab_size = read_config(folder).vocab_size
+        with Pool(layout.pool(config.pool), vocab_size, wait_s=config.pool.reconnect_s) as pool:
             async with (
                 open_admin(config, gateway_url, key) as admin,
                 open_agent(config.agent, layout.agents / name, format) as agent,

@@ -116,7 +116,7 @@ def _judged(stored: StoredEpisode, config: AdvantageConfig) -> tuple[Judged, Tok
     return Judged(trained, tuple(select_rewards(stored.step_rewards, calls))), tree, calls
 
 
-POLL_S = 0.02
+POLL_S, MAX_POLL_S = 0.02, 0.2
 TRAINER_FOLDER = "trainer"
 IDLE_S = 60.0
 """Ranks that wait for a batch hear from rank 0 this often: a collective has a time limit."""
@@ -221,7 +221,9 @@ class Trainer:
     def _lead(self) -> None:
         config = self.config
         with (
-            Pool(self.layout.pool(config.pool), self.engine.model.config.vocab_size) as pool,
+            Pool(
+                self.layout.pool(config.pool), self.engine.model.config.vocab_size, wait_s=config.pool.reconnect_s
+            ) as pool,
             MetricsWriter(self.layout.run_dir, config.train.metrics) as metrics,
         ):
             self._discard_later(pool)
@@ -297,9 +299,10 @@ class Trainer:
             yield claimed
 
     def _wait_for(self, claim: Callable[[], Claim | None]) -> Claim:
-        heard_s = time.monotonic()
+        began_s = heard_s = time.monotonic()
         while (claimed := claim()) is None:
-            time.sleep(POLL_S)
+            # Each look reads the whole window; one that comes late delays the step by a tenth of the wait at most.
+            time.sleep(min(MAX_POLL_S, max(POLL_S, 0.1 * (time.monotonic() - began_s))))
             if time.monotonic() > heard_s + IDLE_S:
                 self.ranks.max_int(_IDLE)
                 heard_s = time.monotonic()

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import create_engine, text
@@ -54,21 +55,50 @@ def copy_programs(programs: Path, dest: Path) -> Path:
     return copied / "bin"
 
 
+@dataclass
+class Server:
+    """A server that can be killed and started again over the same data."""
+
+    url: str
+    """Of a server without databases of ours."""
+    _folder: Path
+    _programs: Path
+    _user: str | None
+    _settings: tuple[str, ...]
+    _process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        arguments = [str(self._programs / "postgres"), "-D", str(self._folder / "data"), "-p", str(_PORT)]
+        for setting in self._settings:
+            arguments += ["-c", setting]
+        log = self._folder / "log"
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(arguments, user=self._user, cwd=self._folder, stdout=output, stderr=output)
+        ready: list[str | Path] = [self._programs / "pg_isready", "-h", self._folder, "-p", str(_PORT), "-t", "1"]
+        _wait(self._process, ready, log)
+
+    def stop(self, how: signal.Signals = signal.SIGQUIT) -> None:
+        """SIGQUIT ends its processes at once, as a crash would; the next start recovers from the log."""
+        if self._process is not None:
+            self._process.send_signal(how)
+            self._process.wait(START_S)
+            self._process = None
+
+
 @contextmanager
-def postgres_server(*, syncs: bool = True) -> Iterator[str]:
-    """Yield the URL of a server without databases of ours. `syncs`: whether it waits for the disk, as it should."""
+def restartable_server(*, syncs: bool = True) -> Iterator[Server]:
+    """`syncs`: whether it waits for the disk, as it should."""
     programs = find_programs()
     assert programs is not None, "no PostgreSQL here; find_programs() looks for one"
     user = "nobody" if os.geteuid() == 0 else None
     # Not below pytest's folder, which no other user may enter, and a socket's path must be short.
     folder = Path(tempfile.mkdtemp(prefix="pg", dir=_open_folder(user)))
-    server: subprocess.Popen[bytes] | None = None
+    server: Server | None = None
     try:
         if user is not None:
             shutil.chown(folder, user)
         if not _can_run(programs / "postgres", user):
             programs = copy_programs(programs, folder / "programs")
-        data = folder / "data"
         initdb: list[str | Path] = [
             programs / "initdb",
             "--auth=trust",
@@ -76,24 +106,26 @@ def postgres_server(*, syncs: bool = True) -> Iterator[str]:
             "--no-sync",
             "--encoding=UTF8",
             "-D",
-            data,
+            folder / "data",
         ]
         subprocess.run(initdb, user=user, cwd=folder, check=True, capture_output=True, timeout=START_S)
         settings = ["listen_addresses=", f"unix_socket_directories={folder}", "max_connections=60"]
         settings += [] if syncs else ["fsync=off"]
-        arguments = [str(programs / "postgres"), "-D", str(data), "-p", str(_PORT)]
-        for setting in settings:
-            arguments += ["-c", setting]
-        with (folder / "log").open("wb") as log:
-            server = subprocess.Popen(arguments, user=user, cwd=folder, stdout=log, stderr=log)
-        ready: list[str | Path] = [programs / "pg_isready", "-h", folder, "-p", str(_PORT), "-t", "1"]
-        _wait(server, ready, folder / "log")
-        yield f"postgresql://postgres@/postgres?host={folder}&port={_PORT}"
+        url = f"postgresql://postgres@/postgres?host={folder}&port={_PORT}"
+        server = Server(url, folder, programs, user, tuple(settings))
+        server.start()
+        yield server
     finally:
         if server is not None:
-            server.send_signal(signal.SIGQUIT)
-            server.wait(START_S)
+            server.stop()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def postgres_server(*, syncs: bool = True) -> Iterator[str]:
+    """Yield the URL of a server without databases of ours. `syncs`: whether it waits for the disk, as it should."""
+    with restartable_server(syncs=syncs) as server:
+        yield server.url
 
 
 @contextmanager
