@@ -19,8 +19,24 @@ The caller passes the transaction in which these functions run.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, literal, or_, select, update
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Connection,
+    Select,
+    and_,
+    case,
+    cast,
+    delete,
+    func,
+    insert,
+    literal,
+    or_,
+    select,
+    update,
+)
 
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.queue import TRAINED, QueueRow, UnitRow, Watch, count, drop_group, lock_queue, requeue_group
@@ -37,19 +53,6 @@ from m2forge.pool.stored import make_label, split_label
 from m2forge.pool.tables import QUEUE_ID, batch_table, episode_table, fork_table, queue_table, unit_table
 from m2forge.pool.window import Unit, Window
 from m2forge.records import PolicyVersion
-
-_WINDOW_COLUMNS = (
-    "id",
-    "place",
-    "group_name",
-    "origin",
-    "stage",
-    "domain",
-    "state",
-    "size",
-    "oldest_step",
-    "taken_before",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,16 +152,27 @@ def _take(connection: Connection, queue: QueueRow, rows: Sequence[UnitRow]) -> C
     return Claim(batch, queue.epoch, tuple(ids))
 
 
+def _queued(num_tokens: ColumnElement[int]) -> Select[Any]:
+    unit = unit_table.c
+    columns = (unit.id, unit.place, unit.group_name, unit.origin, unit.stage, unit.domain, unit.state, unit.size)
+    query = select(*columns, unit.oldest_step, unit.taken_before, num_tokens)
+    return query.where(unit.is_queued).order_by(unit.place)
+
+
+def _unit_tokens() -> ColumnElement[int]:
+    """Tokens of a finished unit."""
+    unit, episode = unit_table.c, episode_table.c
+    total = select(func.coalesce(func.sum(episode.num_tokens), 0)).where(episode.unit == unit.id).scalar_subquery()
+    return case((unit.state == UnitState.READY, cast(total, BigInteger)), else_=0)
+
+
+_QUEUED, _QUEUED_WITH_TOKENS = _queued(literal(0)), _queued(_unit_tokens())
+
+
 def _window_rows(connection: Connection, size: int, wanted: Wanted) -> Sequence[UnitRow]:
     """The units that a batch may be chosen from: the first W + n queued units for a batch of n, plus later units of
     labels that are rare among those, queried by label."""
-    unit, episode = unit_table.c, episode_table.c
-    unit_tokens = (
-        select(func.coalesce(func.sum(episode.num_tokens), 0)).where(episode.unit == unit.id).scalar_subquery()
-    )
-    num_tokens = (literal(0) if wanted.max_tokens is None else unit_tokens).label("num_tokens")
-    columns = [*(unit[name] for name in _WINDOW_COLUMNS), num_tokens]
-    query = select(*columns).where(unit.is_queued).order_by(unit.place)
+    unit, query = unit_table.c, _QUEUED if wanted.max_tokens is None else _QUEUED_WITH_TOKENS
     rows = list(connection.execute(query.limit(size + wanted.num_units)).all())
     if wanted.quotas is None or len(rows) < size + wanted.num_units:
         return rows
@@ -173,15 +187,10 @@ def _window_rows(connection: Connection, size: int, wanted: Wanted) -> Sequence[
 
 
 def _unit(row: UnitRow) -> Unit:
-    return Unit(
-        place=row.place,
-        group=row.group_name,
-        label=make_label(row.stage, row.domain),
-        is_finished=row.state == UnitState.READY,
-        oldest_step=row.oldest_step,
-        num_taken_before=row.taken_before,
-        num_tokens=int(row.num_tokens),
-    )
+    # Unpacked, since a window has many rows, and a look at a column by its name costs as much as the rest.
+    _, place, group, _, stage, domain, state, _, oldest_step, taken_before, num_tokens = row
+    label, is_finished = make_label(stage, domain), state == UnitState.READY
+    return Unit(place, group, label, is_finished, oldest_step, taken_before, num_tokens)
 
 
 def _is_straggler(connection: Connection, config: PoolConfig, row: UnitRow, now_s: float) -> bool:

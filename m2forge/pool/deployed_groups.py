@@ -10,7 +10,7 @@ from sqlalchemy import Connection, insert, select
 from m2forge.errors import ExistsError, M2ForgeError, RecordError
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.queue import Slot, add_unit, fresh_episode, leases_in, read_queue, unit_size
-from m2forge.pool.record import Ending, Rewarding, end, reward_unit
+from m2forge.pool.record import Ending, Rewarding, end_each, reward_unit
 from m2forge.pool.state import EpisodeState, Origin, move_episodes
 from m2forge.pool.stored import Outcome, StoredCall
 from m2forge.pool.tables import episode_table
@@ -55,14 +55,14 @@ def add_deployed(
         unit = add_unit(connection, read_queue(connection), Origin.DEPLOYED, group, task, size, None, Slot(None))
         connection.execute(insert(episode_table), [fresh_episode(unit, episode.name) for episode in part])
         move_episodes(connection, EpisodeState.RUNNING, episode_table.c.unit == unit, attempt=1, started_s=now_s)
-        by_name = {lease.name: lease for lease in leases_in(connection, unit)}
+        by_name = {lease.name: lease for lease in leases_in(connection, [unit])}
         leases = [by_name[episode.name] for episode in part]
         pairs = list(zip(leases, part, strict=True))
         endings = [
             Ending(lease, episode.calls, Outcome(failure=episode.failure, artifacts=episode.artifacts))
             for lease, episode in pairs
         ]
-        for refusal in end(connection, config, endings, now_s):
+        for refusal in end_each(connection, config, endings, now_s):
             if isinstance(refusal, M2ForgeError):
                 raise refusal
         reward_unit(

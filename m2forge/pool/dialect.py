@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, Table, create_engine, event, make_url, text, update
+from sqlalchemy import Connection, Engine, Table, create_engine, event, insert, make_url, text, update
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine.interfaces import DBAPIConnection, DBAPICursor
 from sqlalchemy.exc import DBAPIError, NoSuchModuleError, OperationalError
@@ -44,6 +44,8 @@ _FIRST_DELAY_S, _MAX_DELAY_S = 0.05, 2.0
 _NOT_READY = ("57P03", "53300")
 """SQLSTATE of a server that starts or shuts down, and of one that has no connection left."""
 
+_ADD_CALLS = insert(call_table)
+_COPY_CALLS = "COPY call (episode, attempt, ordinal, data) FROM STDIN (FORMAT BINARY)"
 # Days since noon of 24 November 4714 BC; 2440587.5 is the epoch.
 _SQLITE_NOW = text("SELECT (julianday('now') - 2440587.5) * 86400.0")
 _POSTGRES_NOW = text("SELECT CAST(extract(epoch FROM clock_timestamp()) AS double precision)")
@@ -92,15 +94,16 @@ class Database:
         self._writing: Engine = self.engine.execution_options(m2forge_writes=True)
 
     @contextmanager
-    def write(self) -> Iterator[Connection]:
-        """One write transaction, committed when the block ends and rolled back if it raises."""
+    def write(self, *, is_idempotent: bool = False) -> Iterator[Connection]:
+        """One write transaction, committed when the block ends and rolled back if it raises. `is_idempotent`: it may
+        be repeated after a commit, too."""
         with self._named(), self._writing.connect() as connection, connection.begin() as transaction:
             yield connection
-            number = self._transaction_number(connection)
+            number = None if is_idempotent else self._transaction_number(connection)
             try:
                 transaction.commit()
             except DBAPIError as error:
-                if not self._is_lost(error) or not self._has_committed(number):
+                if is_idempotent or not self._is_lost(error) or not self._has_committed(number):
                     raise
         self._num_writes += 1
         if self.is_sqlite and self._num_writes % _BOUND_LOG_EVERY == 0:
@@ -251,6 +254,31 @@ def add_up(connection: Connection, table: Table, rows: Sequence[Mapping[str, obj
             index_elements=keys, set_={column: table.c[column] + pg_insert.excluded[column]}
         )
         connection.execute(pg_statement, rows)
+
+
+def add_calls(connection: Connection, rows: Sequence[tuple[int, int, int, bytes]]) -> None:
+    """Insert calls, each its episode, attempt, ordinal and data; PostgreSQL copies them, which costs a third."""
+    if not rows:
+        return
+    columns = [column.name for column in call_table.c]
+    if connection.dialect.name == "sqlite":
+        connection.execute(_ADD_CALLS, [dict(zip(columns, row, strict=True)) for row in rows])
+        return
+    import psycopg
+
+    raw = connection.connection.driver_connection
+    assert isinstance(raw, psycopg.Connection)
+    try:
+        with raw.cursor().copy(_COPY_CALLS) as copy:
+            copy.set_types(("int8", "int4", "int4", "bytea"))
+            for row in rows:
+                copy.write_row(row)
+    except psycopg.Error as error:
+        is_closed = raw.closed
+        if is_closed:
+            connection.invalidate(error)
+        known = DBAPIError.instance(_COPY_CALLS, None, error, psycopg.Error, connection_invalidated=is_closed)
+        raise known from error
 
 
 def _binary_cursor() -> type[object]:

@@ -24,7 +24,7 @@ from functools import partial, wraps
 from types import TracebackType
 from typing import Concatenate, Generic, ParamSpec, Self, TypeVar
 
-from sqlalchemy import Connection, and_, delete, func, insert, or_, select
+from sqlalchemy import Connection, and_, delete, func, insert, literal_column, or_, select
 
 from m2forge.errors import ConfigError, M2ForgeError
 from m2forge.pool import batch as batches
@@ -37,7 +37,7 @@ from m2forge.pool.deployed_groups import DeployedEpisode
 from m2forge.pool.dialect import Database
 from m2forge.pool.queue import Tally, UnreplacedGroup, Watch, read_queue, read_tally
 from m2forge.pool.record import Append, Ending, Rewarding
-from m2forge.pool.state import EpisodeState, LeaseLostError, UnitState
+from m2forge.pool.state import EpisodeState, LeaseLostError, UnitState, in_state
 from m2forge.pool.stored import Lease, Outcome, Queued, StoredCall, StoredUnit, read_units
 from m2forge.pool.tables import (
     QUEUE_ID,
@@ -253,8 +253,15 @@ class Pool:
     @_repeated
     def append(self, appends: Sequence[Append]) -> list[M2ForgeError | None]:
         """Store calls of several attempts; returns for each None or the error that refused it."""
-        with self.database.write() as connection:
-            return record.append(connection, appends)
+        if not appends:
+            return []
+        try:
+            with self.database.write(is_idempotent=True) as connection:
+                record.append_all(connection, appends)
+        except record.SomeRefused:
+            with self.database.write(is_idempotent=True) as connection:
+                return record.append_each(connection, appends)
+        return [None] * len(appends)
 
     @_repeated
     def finish(self, lease: Lease, outcome: Outcome) -> None:
@@ -266,8 +273,12 @@ class Pool:
     def end(self, endings: Sequence[Ending]) -> list[bool | M2ForgeError]:
         """Store the calls and outcomes of several attempts; returns for each whether its unit may now be complete and
         wait for a reward, or the error that refused it."""
-        with self.database.write() as connection:
-            return record.end(connection, self.config, endings, self._now_s(connection))
+        try:
+            with self.database.write(is_idempotent=True) as connection:
+                return [*record.end_all(connection, endings, self._now_s(connection))]
+        except record.SomeRefused:
+            with self.database.write(is_idempotent=True) as connection:
+                return record.end_each(connection, self.config, endings, self._now_s(connection))
 
     @_repeated
     def reward_unit(self, rewards: Sequence[Rewarding]) -> None:
@@ -383,14 +394,12 @@ class Pool:
     def unjudged(self, num_units: int) -> list[tuple[StoredUnit, list[Lease]]]:
         """Units whose episodes have all ended but lack rewards, including those that a dead loop left."""
         unit = unit_table.c
-        is_over = (unit.state == UnitState.OPEN, unit.num_unfinished == 0)
+        is_over = (in_state(unit.state, UnitState.OPEN), unit.num_unfinished == literal_column("0"))
         with self.database.read() as connection:
             ids = list(connection.execute(select(unit.id).where(*is_over).order_by(unit.id).limit(num_units)).scalars())
-            return [
-                (stored, queues.leases_in(connection, id))
-                for id in ids
-                for stored in read_units(connection, [id], self.vocab_size)
-            ]
+            leases = {lease.name: lease for lease in queues.leases_in(connection, ids)}
+            units = read_units(connection, ids, self.vocab_size)
+        return [(stored, [leases[episode.name] for episode in stored.episodes]) for stored in units]
 
     @_repeated
     def counts(self) -> dict[str, int]:

@@ -24,6 +24,7 @@ from m2forge.pool.state import (
     Origin,
     StateError,
     UnitState,
+    in_state,
     move_episodes,
     move_units,
 )
@@ -155,7 +156,7 @@ def lease(connection: Connection, config: PoolConfig, worker: str, num_episodes:
     episode = episode_table.c
     ids = connection.execute(
         select(episode.id)
-        .where(episode.state == EpisodeState.QUEUED)
+        .where(in_state(episode.state, EpisodeState.QUEUED))
         .order_by(episode.id)
         .limit(num_episodes)
         .with_for_update(skip_locked=True)
@@ -174,13 +175,13 @@ def lease(connection: Connection, config: PoolConfig, worker: str, num_episodes:
 def leases_of(connection: Connection, worker: str) -> list[Lease]:
     """Leases of a worker's running attempts, for a worker that restarts."""
     episode = episode_table.c
-    running = select(episode.id).where(episode.state == EpisodeState.RUNNING, episode.worker == worker)
+    running = select(episode.id).where(in_state(episode.state, EpisodeState.RUNNING), episode.worker == worker)
     return _leases(connection, list(connection.execute(running).scalars()))
 
 
-def leases_in(connection: Connection, unit: int) -> list[Lease]:
-    """Leases of all episodes of a unit, in any state."""
-    query = select(episode_table.c.id).where(episode_table.c.unit == unit)
+def leases_in(connection: Connection, units: Sequence[int]) -> list[Lease]:
+    """Leases of all episodes of these units, in any state."""
+    query = select(episode_table.c.id).where(episode_table.c.unit.in_(units))
     return _leases(connection, list(connection.execute(query).scalars()))
 
 
@@ -244,7 +245,7 @@ def running(connection: Connection) -> dict[tuple[int, int], float]:
     """Expiry of the leases of running attempts, by episode and attempt."""
     episode = episode_table.c
     query = select(episode.id, episode.attempt, episode.lease_until_s)
-    rows = connection.execute(query.where(episode.state == EpisodeState.RUNNING))
+    rows = connection.execute(query.where(in_state(episode.state, EpisodeState.RUNNING)))
     return {(row.id, row.attempt): row.lease_until_s for row in rows}
 
 
@@ -253,7 +254,7 @@ def running_workers(connection: Connection) -> dict[str, str]:
     episode = episode_table.c
     joined = episode_table.join(unit_table, episode.unit == unit_table.c.id)
     query = select(episode.name, episode.attempt, unit_table.c.origin, episode.worker).select_from(joined)
-    rows = connection.execute(query.where(episode.state == EpisodeState.RUNNING))
+    rows = connection.execute(query.where(in_state(episode.state, EpisodeState.RUNNING)))
     return {attempt_name(row.name, row.attempt, row.origin): row.worker for row in rows}
 
 

@@ -1,8 +1,8 @@
 """Records an attempt: its calls, its end, its reward. Each is refused if the episode has moved on to another attempt.
 The caller passes the transaction in which these functions run.
 
-`end` stores complete attempts, several at a time, and `reward_unit` rewards all attempts of a unit: a statement costs
-about as much for all of them as for one.
+`end_all` stores complete attempts, several at a time, and `reward_unit` rewards all attempts of a unit: a statement
+costs about as much for all of them as for one.
 """
 
 import json
@@ -21,7 +21,6 @@ from sqlalchemy import (
     bindparam,
     case,
     func,
-    insert,
     or_,
     select,
     update,
@@ -29,6 +28,7 @@ from sqlalchemy import (
 
 from m2forge.errors import M2ForgeError, RecordError
 from m2forge.pool.config import PoolConfig
+from m2forge.pool.dialect import add_calls
 from m2forge.pool.queue import UnitRow, describe_loss, drop_group, lock_unit
 from m2forge.pool.state import (
     DropReason,
@@ -41,7 +41,7 @@ from m2forge.pool.state import (
     move_units,
 )
 from m2forge.pool.stored import Lease, Outcome, StoredCall, reward_text
-from m2forge.pool.tables import call_table, episode_table, fork_table, unit_table
+from m2forge.pool.tables import episode_table, fork_table, unit_table
 from m2forge.records import Reward
 
 
@@ -52,13 +52,8 @@ def _extending() -> Update:
     step, fork = bindparam("added_step", type_=Integer), select(fork_table.c.step).scalar_subquery()
     counted = case((fork < step, fork), else_=step)
     return (
-        update(episode_table)
-        .where(
-            episode.id == bindparam("of_episode"),
-            episode.attempt == bindparam("of_attempt"),
-            episode.num_calls == bindparam("first"),
-            episode.state == EpisodeState.RUNNING,
-        )
+        _running()
+        .where(episode.num_calls == bindparam("first"))
         .values(
             num_calls=episode.num_calls + bindparam("added_calls"),
             num_tokens=episode.num_tokens + bindparam("added_tokens"),
@@ -70,22 +65,22 @@ def _extending() -> Update:
     )
 
 
-def _ending() -> Update:
+def _running() -> Update:
     episode = episode_table.c
-    return (
-        update(episode_table)
-        .where(
-            episode.id == bindparam("of_episode"),
-            episode.attempt == bindparam("of_attempt"),
-            episode.state == EpisodeState.RUNNING,
-        )
-        .values(
-            state=EpisodeState.FINISHED,
-            lease_until_s=None,
-            finished_s=bindparam("at_s"),
-            failure=bindparam("new_failure", type_=Text),
-            artifacts=bindparam("new_artifacts"),
-        )
+    return update(episode_table).where(
+        episode.id == bindparam("of_episode"),
+        episode.attempt == bindparam("of_attempt"),
+        episode.state == EpisodeState.RUNNING,
+    )
+
+
+def _ending(update: Update) -> Update:
+    return update.values(
+        state=EpisodeState.FINISHED,
+        lease_until_s=None,
+        finished_s=bindparam("at_s"),
+        failure=bindparam("new_failure", type_=Text),
+        artifacts=bindparam("new_artifacts"),
     )
 
 
@@ -104,8 +99,7 @@ def _counting_down() -> Update:
 
 # Built once, because building them costs several times what the database takes to run them.
 _EXTEND = _extending()
-_STORE = insert(call_table)
-_END = _ending()
+_END, _EXTEND_AND_END = _ending(_running()), _ending(_extending())
 _REWARD = _rewarding()
 _COUNT_DOWN = _counting_down()
 
@@ -133,34 +127,38 @@ class Rewarding:
     """Step rewards, one per call."""
 
 
-def append(connection: Connection, appends: Sequence[Append]) -> list[M2ForgeError | None]:
+class SomeRefused(Exception):
+    """Not every one of several attempts can be stored; the caller rolls the transaction back, and stores them one by
+    one."""
+
+
+def _runs(appends: Sequence[Append]) -> list[list[int]]:
+    """Indices of the calls of each attempt, in order."""
+    order = sorted(range(len(appends)), key=lambda n: (appends[n].lease.episode, appends[n].call.ordinal))
+    return [list(run) for _, run in groupby(order, lambda n: (appends[n].lease.episode, appends[n].lease.attempt))]
+
+
+def append_all(connection: Connection, appends: Sequence[Append]) -> None:
+    """Store calls of several attempts at once; raises `SomeRefused`."""
+    runs = [[appends[place] for place in run] for run in _runs(appends)]
+    if not all(_is_consecutive(run) for run in runs):
+        raise SomeRefused
+    if runs and connection.execute(_EXTEND, [_numbers(run) for run in runs]).rowcount != len(runs):
+        raise SomeRefused
+    add_calls(connection, [_row(item) for run in runs for item in run])
+
+
+def append_each(connection: Connection, appends: Sequence[Append]) -> list[M2ForgeError | None]:
     """Store calls; returns for each None or the error that refused it, which does not affect other attempts.
 
     A call that is already stored is skipped, so a caller that does not know whether a transaction committed may retry.
     """
-    order = sorted(range(len(appends)), key=lambda n: (appends[n].lease.episode, appends[n].call.ordinal))
-    runs = [list(run) for _, run in groupby(order, lambda n: (appends[n].lease.episode, appends[n].lease.attempt))]
     refused: list[M2ForgeError | None] = [None] * len(appends)
-    if appends and not _extend_all(connection, [[appends[place] for place in run] for run in runs]):
-        for run in runs:
-            reason = _extend_one(connection, [appends[place] for place in run])
-            for place in run:
-                refused[place] = reason
+    for run in _runs(appends):
+        reason = _extend_one(connection, [appends[place] for place in run])
+        for place in run:
+            refused[place] = reason
     return refused
-
-
-def _extend_all(connection: Connection, runs: Sequence[Sequence[Append]]) -> bool:
-    """Store the calls of several attempts at once if all are valid, otherwise none; returns whether it did."""
-    if not all(_is_consecutive(run) for run in runs):
-        return False
-    # The update of several attempts may succeed for only some, which is then rolled back.
-    savepoint = connection.begin_nested() if len(runs) > 1 else None
-    are_all_valid = connection.execute(_EXTEND, [_numbers(run) for run in runs]).rowcount == len(runs)
-    if are_all_valid:
-        connection.execute(_STORE, [_row(item) for run in runs for item in run])
-    if savepoint is not None:
-        savepoint.commit() if are_all_valid else savepoint.rollback()
-    return are_all_valid
 
 
 def _extend_one(connection: Connection, run: Sequence[Append]) -> M2ForgeError | None:
@@ -176,7 +174,7 @@ def _extend_one(connection: Connection, run: Sequence[Append]) -> M2ForgeError |
     if not _is_consecutive(unstored) or connection.execute(_EXTEND, _numbers(unstored)).rowcount != 1:
         ordinals = [item.call.ordinal for item in unstored]
         return RecordError(f"{lease.name}: expected call {num_calls} next, received {ordinals}")
-    connection.execute(_STORE, [_row(item) for item in unstored])
+    add_calls(connection, [_row(item) for item in unstored])
     return None
 
 
@@ -197,23 +195,18 @@ def _numbers(run: Sequence[Append]) -> dict[str, int | None]:
     }
 
 
-def _row(item: Append) -> dict[str, object]:
-    lease, call = item.lease, item.call
-    return {"episode": lease.episode, "attempt": lease.attempt, "ordinal": call.ordinal, "data": call.data}
+def _row(item: Append) -> tuple[int, int, int, bytes]:
+    return item.lease.episode, item.lease.attempt, item.call.ordinal, item.call.data
 
 
-def end(
+def end_each(
     connection: Connection, config: PoolConfig, endings: Sequence[Ending], now_s: float
 ) -> list[bool | M2ForgeError]:
     """Store calls and outcomes of attempts; returns for each whether its unit may now be complete, or the error that
     refused it, which does not affect the others. An attempt is stored completely or not at all, and skipped if it is
     already stored."""
-    order = sorted(range(len(endings)), key=lambda n: endings[n].lease.episode)
-    over = _end_all(connection, [endings[n] for n in order], now_s)
-    if over is not None:
-        return [ending.lease.unit in over for ending in endings]
     results: list[bool | M2ForgeError] = [True] * len(endings)
-    for n in order:
+    for n in sorted(range(len(endings)), key=lambda n: endings[n].lease.episode):
         savepoint = connection.begin_nested()
         try:
             _end_one(connection, config, endings[n], now_s)
@@ -225,40 +218,37 @@ def end(
     return results
 
 
-def _end_all(connection: Connection, endings: Sequence[Ending], now_s: float) -> set[int] | None:
-    """Store all attempts if all are valid and return the units that are now complete; otherwise store none and return
-    None."""
-    runs = [[Append(ending.lease, call) for call in ending.calls] for ending in endings if ending.calls]
-    if any(ending.outcome.reward is not None for ending in endings) or not all(_is_consecutive(run) for run in runs):
-        return None
+def end_all(connection: Connection, endings: Sequence[Ending], now_s: float) -> list[bool]:
+    """Store all attempts at once; returns for each whether its unit is now complete. Raises `SomeRefused`."""
+    if any(ending.outcome.reward is not None for ending in endings):
+        raise SomeRefused
+    order = sorted(endings, key=lambda ending: ending.lease.episode)
+    runs = [[Append(ending.lease, call) for call in ending.calls] for ending in order]
     num_ended = Counter(ending.lease.unit for ending in endings)
     unit = unit_table.c
     units = select(unit.id, unit.num_unfinished).where(unit.id.in_(num_ended)).order_by(unit.place, unit.id)
-    savepoint = connection.begin_nested()
     num_remaining = {
         row.id: row.num_unfinished - num_ended[row.id] for row in connection.execute(units.with_for_update())
     }
-    are_all_valid = len(num_remaining) == len(num_ended)
-    if are_all_valid and runs:
-        are_all_valid = connection.execute(_EXTEND, [_numbers(run) for run in runs]).rowcount == len(runs)
-    if are_all_valid:
-        rows = [_end_row(ending, now_s) for ending in endings]
-        are_all_valid = connection.execute(_END, rows).rowcount == len(endings)
-    if not are_all_valid:
-        savepoint.rollback()
-        return None
-    if runs:
-        connection.execute(_STORE, [_row(item) for run in runs for item in run])
+    if len(num_remaining) != len(num_ended) or not all(_is_consecutive(run) for run in runs):
+        raise SomeRefused
+    rows = [_end_row(ending, now_s) | (_numbers(run) if run else {}) for ending, run in zip(order, runs, strict=True)]
+    for statement, chosen in (
+        (_EXTEND_AND_END, [row for row in rows if "first" in row]),
+        (_END, [row for row in rows if "first" not in row]),
+    ):
+        if chosen and connection.execute(statement, chosen).rowcount != len(chosen):
+            raise SomeRefused
+    add_calls(connection, [_row(item) for run in runs for item in run])
     connection.execute(_COUNT_DOWN, [{"of_unit": id, "num_ended": num} for id, num in sorted(num_ended.items())])
-    savepoint.commit()
-    return {id for id, num in num_remaining.items() if num == 0}
+    return [num_remaining[ending.lease.unit] == 0 for ending in endings]
 
 
 def _end_one(connection: Connection, config: PoolConfig, ending: Ending, now_s: float) -> None:
     # Lock the unit first, as the lock order requires.
     lock_unit(connection, ending.lease.unit)
     appends = [Append(ending.lease, call) for call in ending.calls]
-    reason = None if _is_over(connection, ending.lease) else next(filter(None, append(connection, appends)), None)
+    reason = None if _is_over(connection, ending.lease) else next(filter(None, append_each(connection, appends)), None)
     if reason is not None:
         raise reason
     finish(connection, config, ending.lease, ending.outcome, now_s)

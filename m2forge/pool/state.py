@@ -15,7 +15,7 @@ and the other sees a row count of 0.
 from collections.abc import Sequence
 from enum import StrEnum
 
-from sqlalchemy import Column, ColumnElement, Connection, func, update
+from sqlalchemy import Column, ColumnElement, Connection, func, literal_column, update
 
 from m2forge.errors import M2ForgeError
 from m2forge.pool.tables import episode_table, unit_table
@@ -98,3 +98,9 @@ def _among(state: Column[str], sources: Sequence[str]) -> ColumnElement[bool]:
     """Test an expression instead of the column, so that the database finds rows by the other conditions and does not
     scan the index of states."""
     return func.coalesce(state, "").in_(sources)
+
+
+def in_state(column: Column[str], state: StrEnum) -> ColumnElement[bool]:
+    """Test for a state that has an index of its own, which the database considers for a constant only, not for a
+    parameter."""
+    return column == literal_column(f"'{state}'")

@@ -92,6 +92,13 @@ Index(
     sqlite_where=text("is_queued = 1"),
     postgresql_where=unit_table.c.is_queued,
 )
+# Found by the order of ids, the planner would expect them soon, and read every trained one before them.
+Index(
+    "complete_by_id",
+    unit_table.c.id,
+    sqlite_where=text("state = 'open' AND num_unfinished = 0"),
+    postgresql_where=text("state = 'open' AND num_unfinished = 0"),
+)
 Index("owed_by_place", unit_table.c.place, sqlite_where=text("is_owed = 1"), postgresql_where=unit_table.c.is_owed)
 
 episode_table = Table(
@@ -118,7 +125,19 @@ episode_table = Table(
     Column("step_rewards", Text, comment="JSON"),
     Column("artifacts", Text, nullable=False, comment="JSON: artifacts by name"),
     Index("episode_by_state", "state", "id"),
-    Index("episode_by_lease", "state", "lease_until_s"),
+)
+# As for units.
+Index(
+    "queued_by_id",
+    episode_table.c.id,
+    sqlite_where=text("state = 'queued'"),
+    postgresql_where=text("state = 'queued'"),
+)
+Index(
+    "running_by_id",
+    episode_table.c.id,
+    sqlite_where=text("state = 'running'"),
+    postgresql_where=text("state = 'running'"),
 )
 
 call_table = Table(
