@@ -12,6 +12,7 @@ so that no other program misreads it.
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +21,33 @@ from torch import Tensor
 
 from m2forge.errors import CheckpointError
 from m2forge.files import staged_folder, write_atomic
-from m2forge.model.architecture import CONFIG_KEY, public_parts, to_public
+from m2forge.model.architecture import CONFIG_KEY, Part, public_parts, to_public
 from m2forge.model.build import empty
 from m2forge.model.config import ModelConfig
-from m2forge.model.config_file import CONFIG_FILE, is_sharded_folder
-from m2forge.model.delta import DeltaSource, delta_base, is_delta_folder, write_delta
+from m2forge.model.config_file import CONFIG_FILE, WEIGHTS_FILE, is_sharded_folder
+from m2forge.model.delta import (
+    DELTA_CONFIG_FILE,
+    DELTA_FILE,
+    DeltaSource,
+    delta_base,
+    is_delta_folder,
+    write_delta,
+)
 from m2forge.model.folder import FolderSource
 from m2forge.model.gguf_file import GGUF_SUFFIX, GGUFSource
 from m2forge.model.lora import (
     ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
     AdapterSource,
     adapter_json,
+    adapter_tensors,
     base_of,
     is_adapter_folder,
     write_adapter,
     write_tensors,
 )
-from m2forge.model.safetensors_file import Written, write_shards
+from m2forge.model.manifest import NO_IMAGES, Entry, describe, write_manifest
+from m2forge.model.safetensors_file import Written, write_index, write_rank_shards, write_shards
 from m2forge.model.tensor_source import (
     TOKEN_ID_KEYS,
     ModelSource,
@@ -52,27 +63,31 @@ from m2forge.text.tokenizer import TEMPLATES_FOLDER
 MAX_SHARD_BYTES = 5_000_000_000
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path, images: Mapping[str, Tensor] = NO_IMAGES) -> Source:
     """The weights in a model folder, an adapter or delta folder, merged with its base, or a GGUF file. A model folder
-    may be the one of a checkpoint, whichever ranks wrote it."""
+    may be the one of a checkpoint, whichever ranks wrote it. `images`: files of this folder that came by broadcast, by
+    name."""
     folders = [path]
     while (base := _base(folders[-1])) is not None:
         if base in folders:
             raise CheckpointError(f"{folders[-1]}: its base {base} builds on this one")
         folders.append(base)
     last = folders.pop()
-    source = _open_last(last)
+    source = _open_last(last, NO_IMAGES if folders else images)
     for folder in reversed(folders):
-        source = AdapterSource(folder, source) if is_adapter_folder(folder) else DeltaSource(folder, source)
+        if is_adapter_folder(folder):
+            source = AdapterSource(folder, source)
+        else:
+            source = DeltaSource(folder, source, images if folder == path else NO_IMAGES)
     return source
 
 
-def _open_last(path: Path) -> Source:
+def _open_last(path: Path, images: Mapping[str, Tensor]) -> Source:
     if is_sharded_folder(path):
         from m2forge.model.sharded_folder import ShardedSource
 
         return ShardedSource(path)
-    return GGUFSource(path) if path.suffix == GGUF_SUFFIX and path.is_file() else FolderSource(path)
+    return GGUFSource(path) if path.suffix == GGUF_SUFFIX and path.is_file() else FolderSource(path, images)
 
 
 def _base(folder: Path) -> Path | None:
@@ -136,27 +151,57 @@ def write_identity(model: Transformer, folder: Path, companions: tuple[Path, ...
     _copy_companions(companions, folder)
 
 
-def save_delta(
-    model: Transformer, folder: Path, base: str, published: dict[str, Tensor], *, companions: tuple[Path, ...] = ()
-) -> Written:
-    """Write how `model` differs from `published`, the tensors in the folder `base` beside `folder` (delta.py);
-    afterwards `published` holds the tensors of `model`."""
+def public_tensors(model: Transformer) -> dict[str, Tensor]:
+    """Views of the tensors of a network that is held whole, by their public names; of one with adapters, these."""
+    if model.lora is not None:
+        return dict(adapter_tensors(model))
     source = ModelSource(model)
-    headers = _written_headers(source, source.config, None)
-    with staged_folder(folder) as partial:
-        written = write_delta(partial, base, published, headers, source.read)
-        write_atomic(partial / CONFIG_FILE, _config_json(source.token_ids, source.config, usual_dtype(source), False))
-        _copy_companions(companions, partial)
-    return written
+    return {name: source.read(name, header.dtype) for name, header in source.headers.items()}
 
 
-def copy_tensors(model: Transformer) -> dict[str, Tensor]:
-    """Copies of the tensors that `save_model` writes, in host memory."""
-    source = ModelSource(model)
-    return {
-        name: torch.empty(header.shape, dtype=header.dtype).copy_(source.read(name, header.dtype).detach())
-        for name, header in _written_headers(source, source.config, None).items()
-    }
+def write_share(
+    model: Transformer,
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    rank: int | None = None,
+    published: Mapping[str, Tensor] | None = None,
+) -> dict[str, Entry]:
+    """Write one rank's share of a version's tensors into `folder`, by default all of them: whole, or as they differ
+    from `published`, which hold them afterwards. Returns the entries of its files in the manifest."""
+    if model.lora is not None:
+        paths = [folder / ADAPTER_FILE] if tensors else []
+        if tensors:
+            write_tensors({name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}, folder)
+    elif published is not None:
+        paths = [folder / (DELTA_FILE if rank is None else f"delta-rank{rank:05d}.safetensors")]
+        write_delta(paths[0], published, tensors)
+    else:
+        headers = {name: TensorHeader(tuple(t.shape), _written_dtype(name, t.dtype)) for name, t in tensors.items()}
+
+        def read(name: str, dtype: torch.dtype) -> Tensor:
+            return tensors[name].detach()
+
+        if rank is None:
+            write_shards(folder, headers, read, MAX_SHARD_BYTES)
+            paths = list(folder.glob("*.safetensors"))
+        else:
+            paths = write_rank_shards(folder, headers, read, MAX_SHARD_BYTES, rank)
+    return {path.name: describe(path) for path in sorted(paths)}
+
+
+def complete_version(
+    model: Transformer, folder: Path, files: Mapping[str, Entry], base: str | None, companions: tuple[Path, ...] = ()
+) -> None:
+    """Write all of a version but the weights, which are in `files`. `base`: the folder beside it that they change; None
+    if they are whole."""
+    if base is not None:
+        write_atomic(folder / DELTA_CONFIG_FILE, json.dumps({"base": base}) + "\n")
+    elif WEIGHTS_FILE not in files and model.lora is None:
+        spans = [found["data_offsets"] for entry in files.values() for found in entry["slices"].values()]
+        num_bytes = sum(stop - start for start, stop in spans)
+        write_index(folder, {name: entry["slices"] for name, entry in files.items()}, num_bytes)
+    write_manifest(folder, files)
+    write_identity(model, folder, companions)
 
 
 def copy_model(source: Path, folder: Path, companions: tuple[Path, ...] = ()) -> None:
@@ -186,7 +231,7 @@ def fill(model: Transformer, source: Source, loaded: Path | None = None) -> None
     """Copy every tensor of `source`, which must match, into the weights of `model`. If `model` holds the weights of the
     folder `loaded`, and deltas lead from there to `source`, only the changed elements are copied."""
     state = model.state_dict()
-    deltas = source.since(loaded) if loaded is not None and isinstance(source, DeltaSource) else None
+    deltas = _deltas(source, loaded)
     for name, part in public_parts(model.config):
         weight = part.of(state[part.name])
         if deltas is None:
@@ -194,6 +239,38 @@ def fill(model: Transformer, source: Source, loaded: Path | None = None) -> None
         else:
             for delta in deltas:
                 delta.change(name, weight)
+
+
+class Staged:
+    """The weights of `source` in host memory, so that filling the network is a copy alone. If `model` holds the weights
+    of the folder `loaded`, and deltas lead from there to `source`, these are all that is in memory."""
+
+    def __init__(self, model: Transformer, source: Source, loaded: Path | None) -> None:
+        self._source = source
+        self._tensors: list[tuple[Part, Tensor]] = []
+        if _deltas(source, loaded) is not None:
+            return  # the changes are in memory
+        state = model.state_dict()
+        for name, part in public_parts(model.config):
+            weight = part.of(state[part.name])
+            staged = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.is_cuda)
+            self._tensors.append((part, staged.copy_(source.read(name, weight.dtype))))
+
+    @torch.no_grad()
+    def fill(self, model: Transformer, loaded: Path | None) -> None:
+        """`loaded`: the folder of the weights that `model` holds by now."""
+        if not self._tensors:
+            fill(model, self._source, loaded)
+            return
+        state = model.state_dict()
+        for part, staged in self._tensors:
+            part.of(state[part.name]).copy_(staged, non_blocking=True)
+        if model.embedding.weight.is_cuda:
+            torch.cuda.synchronize(model.embedding.weight.device)
+
+
+def _deltas(source: Source, loaded: Path | None) -> tuple[DeltaSource, ...] | None:
+    return source.since(loaded) if loaded is not None and isinstance(source, DeltaSource) else None
 
 
 def write_model(

@@ -1,17 +1,17 @@
 """Networks stored as the elements in which they differ from another folder's.
 
-    config.json          as in every model folder
-    delta.json           {"base": the folder beside this one, "digest": of the next file}
-    delta.safetensors    for each tensor that changed: NAME/gaps and NAME/values, or NAME whole where that is smaller
+    config.json            as in every model folder
+    delta.json             {"base": the folder beside this one}
+    delta*.safetensors     for each tensor that changed: NAME/gaps and NAME/values, or NAME whole where that is smaller
+    manifest.json          the digests of these files, one for each rank that wrote; folders from before there were
+                           manifests have one file, and its digest is in delta.json
 
 Values are the stored bits of the changed elements, in order. A gap is the number of unchanged elements before a changed
 one, as a byte; 255 means 255 elements and that the gap goes on in the next byte. With one element in 100 changed a
 bfloat16 takes 3.1 bytes.
 """
 
-import hashlib
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -20,10 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from m2forge.errors import CheckpointError
-from m2forge.files import write_atomic
 from m2forge.model.config_file import read_json
 from m2forge.model.folder import read_identity
-from m2forge.model.safetensors_file import Written
+from m2forge.model.manifest import NO_IMAGES, image_of, read_manifest, refuse_changed
 from m2forge.model.tensor_source import Source, TensorHeader
 
 DELTA_CONFIG_FILE = "delta.json"
@@ -51,30 +50,19 @@ def find_indices(gaps: Tensor) -> Tensor:
     return (torch.cumsum(gaps.to(torch.int64) + is_last, 0) - 1)[is_last]
 
 
-def write_delta(
-    folder: Path,
-    base: str,
-    published: dict[str, Tensor],
-    headers: Mapping[str, TensorHeader],
-    read: Callable[[str, torch.dtype], Tensor],
-) -> Written:
-    """Write into `folder` how the tensors of `headers` differ from `published`, the tensors of the folder `base` beside
-    it; afterwards `published` holds the new ones."""
-    tensors: dict[str, Tensor] = {}
-    for name, header in headers.items():
-        old, new = published[name], read(name, header.dtype).detach().to("cpu", header.dtype).contiguous()
+def write_delta(path: Path, published: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Write into the file `path` how `tensors` differ from `published`, which hold them afterwards."""
+    changed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        old, new = published[name], tensor.detach().to("cpu", published[name].dtype).contiguous()
         gaps, values = find_changes(old, new)
         if gaps.nbytes + values.nbytes >= new.nbytes:
-            tensors[name] = new.clone()
+            changed[name] = new.clone()
         elif len(values):
-            tensors[name + GAPS], tensors[name + VALUES] = gaps, values
+            changed[name + GAPS], changed[name + VALUES] = gaps, values
         old.copy_(new)
-    path = folder / DELTA_FILE
-    save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(folder.stat().st_mode & 0o666)
-    content = {"base": base, "digest": _digest(path)}
-    write_atomic(folder / DELTA_CONFIG_FILE, json.dumps(content, indent=2) + "\n")
-    return Written(len(tensors), sum(tensor.nbytes for tensor in tensors.values()), 1)
+    save_file(changed, path, metadata={"format": "pt"})
+    path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def is_delta_folder(path: Path) -> bool:
@@ -93,12 +81,13 @@ def delta_base(folder: Path) -> Path:
 class DeltaSource:
     """See `Source`: the base with this folder's changes. The changes are in memory; the base's files stay open."""
 
-    def __init__(self, folder: Path, base: Source) -> None:
+    def __init__(self, folder: Path, base: Source, images: Mapping[str, Tensor] = NO_IMAGES) -> None:
+        """`images`: files of the folder that came by broadcast, by name."""
         self.origin, self._base = str(folder), base
         self._base_folder = delta_base(folder)
         self.config, self.token_ids = read_identity(folder)
         self.headers: Mapping[str, TensorHeader] = base.headers
-        self._whole, self._changes, problems = _read_changes(folder, base.headers)
+        self._whole, self._changes, problems = _read_changes(folder, base.headers, images)
         self.problems = (*base.problems, *problems)
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -131,16 +120,15 @@ class DeltaSource:
 
 
 def _read_changes(
-    folder: Path, headers: Mapping[str, TensorHeader]
+    folder: Path, headers: Mapping[str, TensorHeader], images: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]], list[str]]:
     """The tensors stored whole, the indices and values of the others, and one line per tensor that does not fit."""
-    path = folder / DELTA_FILE
-    try:
-        if _digest(path) != read_json(folder / DELTA_CONFIG_FILE).get("digest"):
-            raise CheckpointError(f"{path} has another digest than {DELTA_CONFIG_FILE} states; fetch it again")
-        stored = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; fetch it again") from error
+    digests = {name: entry["digest"] for name, entry in read_manifest(folder).items()}
+    if not digests:
+        digests = {DELTA_FILE: read_json(folder / DELTA_CONFIG_FILE).get("digest")}
+    stored: dict[str, Tensor] = {}
+    for name, expected in digests.items():
+        stored |= _read_file(folder / Path(name).name, expected, images)
     whole: dict[str, Tensor] = {}
     changes: dict[str, tuple[Tensor, Tensor]] = {}
     problems: list[str] = []
@@ -163,6 +151,11 @@ def _read_changes(
     return whole, changes, problems
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+def _read_file(path: Path, expected: object, images: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    if (image := image_of(path, expected, images)) is not None:
+        return {name: image.get_tensor(name) for name in image.keys()}  # noqa: SIM118  (not a mapping)
+    try:
+        refuse_changed(path, expected)
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; copy the folder again") from error

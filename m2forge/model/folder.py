@@ -1,7 +1,8 @@
 """Reads a Hugging Face model folder: config.json and safetensors, one file or shards with an index.
 
 `FolderSource` reads headers only. Tensors are then memory-mapped one at a time, and FP8 weights dequantised. Unreadable
-files raise a CheckpointError that names the file.
+files, and those of a policy version that are not what was published (manifest.py), raise a CheckpointError that names
+the file.
 
 FP8 weights have one scale per block of 128 × 128, as in the released M2 checkpoints:
 
@@ -25,6 +26,7 @@ from m2forge.model import folder as fp8
 from m2forge.model.config import ModelConfig
 from m2forge.model.config_file import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, read_public, translate, weight_map
 from m2forge.model.config_file import FP8_BLOCK as BLOCK
+from m2forge.model.manifest import NO_IMAGES, image_of, read_manifest, refuse_changed
 from m2forge.model.tensor_source import TOKEN_ID_KEYS, TensorHeader, TokenIds
 
 SCALE_SUFFIX = "_scale_inv"
@@ -67,12 +69,18 @@ def read_identity(folder: Path) -> tuple[ModelConfig, TokenIds]:
 
 
 class FolderSource:
-    """See `Source`. Its files stay open and memory-mapped while it lives."""
+    """See `Source`. Its files stay open and memory-mapped while it lives. A file with a digest in the manifest is
+    compared with it before the first tensor is read from it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, images: Mapping[str, Tensor] = NO_IMAGES) -> None:
+        """`images`: files of the folder that came by broadcast, by name."""
         self.origin = str(folder)
         self.config, self.token_ids = read_identity(folder)
-        self._files = {name: _open(path) for name, path in _weight_files(folder).items()}
+        paths = _weight_files(folder)
+        digests = {name: entry["digest"] for name, entry in read_manifest(folder).items() if name in paths}
+        found = {name: image_of(paths[name], expected, images) for name, expected in digests.items()}
+        self._files = {name: found.get(name) or _open(path) for name, path in paths.items()}
+        self._unchecked = {name: (paths[name], digests[name]) for name, image in found.items() if image is None}
         self._file_of = _locate(folder, self._files)
         self._stored: dict[str, TensorHeader] = {}
         self._problems: list[str] = []
@@ -88,7 +96,11 @@ class FolderSource:
         return fp8.dequantize(tensor, self._get(name + fp8.SCALE_SUFFIX), dtype)
 
     def _get(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
+        file_name = self._file_of[name]
+        if (unchecked := self._unchecked.get(file_name)) is not None:
+            refuse_changed(*unchecked)
+            del self._unchecked[file_name]
+        tensor: Tensor = self._files[file_name].get_tensor(name)
         return tensor
 
     def _add_header(self, name: str) -> None:

@@ -32,6 +32,7 @@ from m2forge.model.architecture import Part, adapted_layers
 from m2forge.model.config import LoRAConfig, ModelConfig
 from m2forge.model.config_file import CONFIG_FILE, is_sharded_folder, read_json
 from m2forge.model.folder import read_identity
+from m2forge.model.manifest import read_manifest, refuse_changed
 from m2forge.model.rows import Rows, fill_rows, whole
 from m2forge.model.safetensors_file import Written
 from m2forge.model.tensor_source import Source, TensorHeader, TokenIds
@@ -272,10 +273,13 @@ def _read_scale(path: Path, content: Mapping[str, object]) -> float:
 
 
 def _load_adapter(folder: Path) -> Mapping[str, Tensor]:
+    path = folder / ADAPTER_FILE
+    if (entry := read_manifest(folder).get(ADAPTER_FILE)) is not None:
+        refuse_changed(path, entry["digest"])
     try:
-        return load_file(folder / ADAPTER_FILE)
+        return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{folder / ADAPTER_FILE} cannot be read: {error}; fetch it again") from error
+        raise CheckpointError(f"{path} cannot be read: {error}; fetch it again") from error
 
 
 def _find_pairs(

@@ -30,7 +30,9 @@ import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +40,7 @@ import torch
 from torch import Tensor
 
 from m2forge.errors import CheckpointError, ConfigError, M2ForgeError, RequestError
-from m2forge.model.checkpoint import fill, open_source
+from m2forge.model.checkpoint import Staged, open_source
 from m2forge.model.config import ModelConfig
 from m2forge.model.tensor_source import refuse_misfits
 from m2forge.model.transformer import Transformer, pack_weights
@@ -51,6 +53,14 @@ from m2forge.rollout.kv.scheduler import Scheduler, num_blocks_for
 from m2forge.rollout.request import Decode, Drawn, Request
 from m2forge.rollout.speculation.adaptive_depth import DepthChooser, MeasuredDepth
 from m2forge.rollout.speculation.drafting import Drafting, is_mtp_prefilled, is_prefilling
+
+Received: TypeAlias = Callable[[PolicyVersion], Mapping[str, Tensor]]
+"""Returns the bytes of a version's files by name, none if they did not come."""
+
+
+def no_files(version: PolicyVersion) -> Mapping[str, Tensor]:
+    return {}
+
 
 SEED_BITS = 64
 Experts = npt.NDArray[np.int16]
@@ -74,11 +84,13 @@ class Core:
         depth: DepthChooser | None = None,
         multi_step: bool | None = None,
         max_context: int | None = None,
+        received: Received = no_files,
     ) -> None:
         """`decode` maps token ids to bytes, which the core searches for stop texts. `clock` returns seconds, for
         deadlines and to measure what speculation gains. `depth` chooses the number of drafts; by default from measured
         step times. `multi_step`: whether decode-only steps run as one function (decode.py); by default only where a
-        CUDA graph holds it. `max_context` replaces the limit of config and model, to measure beyond their context."""
+        CUDA graph holds it. `max_context` replaces the limit of config and model, to measure beyond their context.
+        `received` returns the files of a version that came by broadcast."""
         if config.speculation > len(model.mtp):
             raise ConfigError(
                 f"speculation: {config.speculation} drafts need as many MTP modules; this model has {len(model.mtp)}, "
@@ -98,6 +110,9 @@ class Core:
         self._pending: WeightUpdate | None = None
         self._folder: Path | None = None
         """Folder of the weights, if `load` brought them."""
+        self._load_s = 0.0
+        """Time in which no step ran because weights were copied in."""
+        self._received = received
         self._next_deadline_s = math.inf
         """The earliest deadline of any request, or a lower bound on it."""
         self._decode, self._clock = decode, clock
@@ -332,14 +347,22 @@ class Core:
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    def load(self, source: Path | Mapping[str, Tensor], version: PolicyVersion) -> None:
-        """Load weights from a model folder, or from tensors named as in the network's state dict. They are validated at
-        once (CheckpointError) and take effect between two steps, as `on_weight_update` says. A version names one state
-        of the weights. If several loads are pending, only the last takes effect."""
+    def stage(self, folder: Path, version: PolicyVersion) -> Callable[[], None]:
+        """Validate the weights of a model folder (CheckpointError) and read them into host memory, in any thread while
+        the core steps. The function that it returns loads them, between two steps."""
+        update = from_folder(self.model, folder, version, self._folder, self._received(version))
+        return partial(self.load, update, version)
+
+    def load(self, source: "WeightUpdate | Path | Mapping[str, Tensor]", version: PolicyVersion) -> None:
+        """Load weights that were staged, from a model folder, or from tensors named as in the network's state dict.
+        They are validated at once (CheckpointError) and take effect between two steps, as `on_weight_update` says. A
+        version names one state of the weights. If several loads are pending, only the last takes effect."""
         if isinstance(source, Path):
-            self._pending = from_folder(self.model, source, version)
-        else:
-            self._pending = from_memory(self.model, source, version, copies=self._is_busy)
+            self.stage(source, version)()
+            return
+        if isinstance(source, Mapping):
+            source = from_memory(self.model, source, version, copies=self._is_busy)
+        self._pending = source
         self._apply_pending_update()
 
     @property
@@ -352,7 +375,7 @@ class Core:
     def _apply_pending_update(self) -> None:
         if self._pending is None or self._is_busy:
             return
-        update, self._pending = self._pending, None
+        started_s, update, self._pending = self._clock(), self._pending, None
         if self.config.stale_cache == "drop":
             self._drop_cache()
         if self.config.on_weight_update == "restart":
@@ -366,6 +389,7 @@ class Core:
         pack_weights(self.model, self.model.head_weight)
         self.version = update.version
         self._totals["loads"] += 1
+        self._load_s += self._clock() - started_s
 
     # -- state and metrics --------------------------------------------------------------------------------------------
 
@@ -387,6 +411,7 @@ class Core:
         totals = self._totals | ({} if self._drafting is None else self._drafting.totals)
         return {
             **{f"total_{name}": float(total) for name, total in totals.items()},
+            "total_load_seconds": self._load_s,
             **self._scheduler.metrics(),
             "version": float(self.version.step),
         }
@@ -447,7 +472,7 @@ def is_uniform_decode(requests: Collection[Request]) -> bool:
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """A pending weight update: validated against the network on arrival, copied into it between two steps."""
+    """A weight update in host memory, validated against the network; it is copied in between two steps."""
 
     version: PolicyVersion
     folder: Path | None
@@ -457,10 +482,20 @@ class WeightUpdate:
     it holds, where there is one."""
 
 
-def from_folder(model: Transformer, folder: Path, version: PolicyVersion) -> WeightUpdate:
-    """The files stay open until the update is done, so the folder may be deleted before."""
+def from_folder(
+    model: Transformer, folder: Path, version: PolicyVersion, loaded: Path | None, images: Mapping[str, Tensor]
+) -> WeightUpdate:
+    """The files are read on return, so the folder may be deleted then. `loaded`: the folder of the weights that the
+    network holds. `images`: files of the folder that came by broadcast."""
     try:
-        source = open_source(folder)
+        source = open_source(folder, images)
+        if _arithmetic(source.config) != _arithmetic(model.config):
+            raise CheckpointError(
+                f"{folder} holds a network of another architecture than the one being served; start another engine for "
+                "it"
+            )
+        refuse_misfits(source)
+        staged = Staged(model, source, loaded)
     except M2ForgeError:
         raise
     except Exception as error:
@@ -468,12 +503,7 @@ def from_folder(model: Transformer, folder: Path, version: PolicyVersion) -> Wei
         raise CheckpointError(
             f"{folder} cannot be read ({type(error).__name__}: {error}); choose another folder"
         ) from error
-    if _arithmetic(source.config) != _arithmetic(model.config):
-        raise CheckpointError(
-            f"{folder} holds a network of another architecture than the one being served; start another engine for it"
-        )
-    refuse_misfits(source)
-    return WeightUpdate(version, folder, lambda served, loaded: fill(served, source, loaded))
+    return WeightUpdate(version, folder, staged.fill)
 
 
 def from_memory(

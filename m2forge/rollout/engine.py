@@ -13,6 +13,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,7 @@ def merge_by_sample(chunks: Sequence[Chunk]) -> list[Chunk]:
 
 
 T = TypeVar("T")
+CLOSED = "the engine is closed; create another"
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +72,10 @@ class Steps(Protocol):
     def add(self, id: str, prompt: Prompt) -> None: ...
     def abort(self, id: str) -> None: ...
     def step(self) -> list[tuple[str, Chunk]]: ...
-    def load(self, source: Path, version: PolicyVersion) -> None: ...
+    def stage(self, folder: Path, version: PolicyVersion) -> Callable[[], None]:
+        """Read weights, in any thread while the engine steps; the result loads them, called between two steps."""
+        ...
+
     def metrics(self) -> dict[str, float]: ...
 
 
@@ -123,7 +128,9 @@ class NativeEngine:
         self._inbox: deque[_Task] = deque()
         self._failure: str | None = None
         self._watchers: list[_Watcher] = []
-        self._is_closing = False
+        self._is_closing = self._is_staged_out = False
+        # One thread: the update that was asked for last takes effect last.
+        self._stager = ThreadPoolExecutor(1, "m2forge-staging")
         # Touched by the thread alone:
         self._streams: dict[str, _Stream] = {}
         self._loads: deque[_Load] = deque()
@@ -150,12 +157,25 @@ class NativeEngine:
                 self._abort(id)
 
     async def load(self, folder: Path, version: PolicyVersion) -> None:
-        """Returns once these weights sample; the core decides when."""
+        """Returns once these weights sample; the core decides when. They are read while it steps."""
         loop = asyncio.get_running_loop()
         load = _Load(version, loop, loop.create_future())
-        refuse = partial(_call, loop, _reject, load.done)
-        self._submit(_Task(lambda: self._start_load(folder, load), refuse))
+        with self._condition:
+            self._refuse_ended()
+            if self._is_staged_out:
+                raise EngineError(CLOSED)
+            self._stager.submit(self._stage, folder, load)
         await load.done
+
+    def _stage(self, folder: Path, load: _Load) -> None:
+        refuse = partial(_call, load.loop, _reject, load.done)
+        try:
+            start = self._core.stage(folder, load.version)
+            self._submit(_Task(lambda: self._start_load(start, load), refuse))
+        except M2ForgeError as error:
+            refuse(error)
+        except BaseException as error:  # noqa: BLE001  (its coroutine must see any error)
+            refuse(EngineError(f"{folder} cannot be staged ({type(error).__name__}: {error})"))
 
     async def state(self) -> EngineState:
         if self._failure is not None:
@@ -177,15 +197,19 @@ class NativeEngine:
         await watcher.failed
 
     async def close(self) -> None:
-        """Reject new requests, finish those in flight, and stop the thread."""
+        """Finish staging, then reject new requests, finish those in flight, and stop the thread."""
+        with self._condition:
+            self._is_staged_out = True
+        await asyncio.to_thread(self._stager.shutdown)
         self.stop()
         await asyncio.to_thread(self.join)
 
     def stop(self) -> None:
         """Like `close`, without waiting."""
         with self._condition:
-            self._is_closing = True
+            self._is_closing = self._is_staged_out = True
             self._condition.notify()
+        self._stager.shutdown(wait=False)
 
     def join(self) -> None:
         """Wait until the thread of a stopped engine has ended."""
@@ -195,12 +219,15 @@ class NativeEngine:
 
     def _submit(self, task: _Task) -> None:
         with self._condition:
-            if self._failure is not None:
-                raise EngineError(self._failure)
-            if self._is_closing:
-                raise EngineError("the engine is closed; create another")
+            self._refuse_ended()
             self._inbox.append(task)
             self._condition.notify()
+
+    def _refuse_ended(self) -> None:
+        if self._failure is not None:
+            raise EngineError(self._failure)
+        if self._is_closing:
+            raise EngineError(CLOSED)
 
     def _abort(self, id: str) -> None:
         """Also accepted while closing; has no effect once the request has ended."""
@@ -277,8 +304,8 @@ class NativeEngine:
         for loop, items in by_loop.items():
             _call(loop, _put_all, items)
 
-    def _start_load(self, folder: Path, load: _Load) -> None:
-        self._core.load(folder, load.version)
+    def _start_load(self, start: Callable[[], None], load: _Load) -> None:
+        start()
         self._loads.append(load)
 
     def _settle_loads(self) -> None:

@@ -37,8 +37,9 @@ from torch import Tensor, nn
 
 from m2forge.errors import ConfigError, TrainingError
 from m2forge.kernels.arithmetic import at_least_float32
+from m2forge.model.architecture import Part, public_parts
 from m2forge.model.build import empty
-from m2forge.model.lora import attach
+from m2forge.model.lora import adapter_parts, attach
 from m2forge.model.rows import Rows
 from m2forge.model.transformer import Block, MixtureFFN, Transformer
 from m2forge.train.config import MeshConfig
@@ -336,6 +337,45 @@ def sliced(full: Tensor, like: Tensor) -> Tensor:
 
     split = distribute_tensor(full.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     return split.to_local()
+
+
+@torch.no_grad()
+def public_share(model: Transformer, ranks: ProcessRanks) -> dict[str, Tensor]:
+    """The tensors that this rank publishes, by public name: all ranks together each tensor once, about equally many
+    bytes each. All ranks call this together. A tensor belongs to a rank that holds all of it, as one does each expert,
+    if there is any; others are gathered one by one, and those of an adapter all belong to rank 0."""
+    for module in sharded_modules(model):
+        module.reshard()
+    state = model.state_dict()
+    parts: dict[str, list[tuple[str, Part]]] = {}
+    for public, part in public_parts(model.config) if model.lora is None else adapter_parts(model.config, model.lora):
+        parts.setdefault(part.name, []).append((public, part))
+    mine = {name: held_rows(local(state[name]), state[name]) for name in parts}
+    spans: list[dict[str, tuple[int, int]]] = [{} for _ in range(ranks.num_ranks)]
+    dist.all_gather_object(spans, {name: (rows.start, rows.stop) for name, rows in mine.items()})
+    num_bytes, owned = [0] * ranks.num_ranks, dict[str, Tensor]()
+    for name, found in parts.items():
+        rows, full = mine[name], None
+        for public, part in found:
+            first, stop = (part.expert, part.expert + 1) if part.expert is not None else (part.start, part.stop)
+            stop = rows.shape[0] if stop is None else stop
+            holders = [rank for rank, span in enumerate(spans) if span[name][0] <= first and stop <= span[name][1]]
+            if model.lora is not None:
+                holders = [0] if 0 in holders else []
+            if not holders and full is None:
+                full = gathered(rows.tensor, state[name])
+            among = holders or ([0] if model.lora is not None else range(ranks.num_ranks))
+            owner = min(among, key=lambda rank: (num_bytes[rank], rank))
+            num_bytes[owner] += (stop - first) * torch.Size(rows.shape[1:]).numel() * rows.tensor.itemsize
+            if owner != ranks.rank:
+                continue
+            if full is not None:
+                owned[public] = part.of(full).to("cpu", copy=True)
+            elif part.expert is not None:
+                owned[public] = rows.tensor[part.expert - rows.start][part.start : part.stop]
+            else:
+                owned[public] = rows.tensor[first - rows.start : stop - rows.start]
+    return owned
 
 
 @torch.no_grad()

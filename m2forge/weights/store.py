@@ -3,7 +3,11 @@
     weights/step-00000012-9f86d081884c7d65/      a model folder like any other, tokenizer included: step and branch
 
 With `anchor_every` above 1 most versions hold only the elements that changed since the one before (model/delta.py);
-every reader of model folders reads them.
+every reader of model folders reads them. A manifest states each file's digest (model/manifest.py), which readers
+compare.
+
+The ranks of a trainer publish together: each writes the files of its share of the tensors, rank 0 the rest, and
+renames the folder once all are there.
 
 A version is complete or absent, and always denotes the same weights: publishing a step twice is rejected. A trainer
 that resumes from an older checkpoint calls `discard_after` first. It then publishes the same steps with other weights
@@ -14,11 +18,13 @@ a sampler may still be reading an older one, and those that they build on.
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from m2forge.errors import ConfigError, ExistsError
+from m2forge.files import commit_folder
 from m2forge.model.config_file import CONFIG_FILE
 from m2forge.records import PolicyVersion
 
@@ -29,6 +35,21 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"step-(\d{8,})(?:-([0-9a-f]+))?")
 _BRANCH_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank of several publishes of a version."""
+
+    rank: int
+    tensors: "Mapping[str, Tensor]"
+    """By public name; each tensor is in the share of one rank."""
+    exchange: Callable[[Any], list[Any]]
+    """Returns what each rank passed, once all ranks have called it."""
+
+
+Send = Callable[[PolicyVersion, Sequence[Sequence[Path]]], None]
+"""Sends a version's files, those of each rank, to the samplers before the version is complete."""
 
 
 class WeightStore:
@@ -46,52 +67,85 @@ class WeightStore:
         if keep < 1:
             raise ConfigError(f"keep: expected 1 or more published versions, received {keep}")
         self._anchor_every, self._num_deltas = anchor_every, 0
-        self._published: tuple[str, dict[str, Tensor]] | None = None
-        """The folder of the last version and, unless each is whole, its tensors, which the next is compared with."""
+        self._base: str | None = None
+        """The folder of the last version that this store has published."""
+        self._published: Mapping[str, Tensor] = {}
+        """Its tensors, or this rank's share of them, with which the next is compared; empty if each is whole."""
         self.folder, self.lineage, self.branch = folder, lineage, secrets.token_hex(_BRANCH_BYTES)
         self._keep, self._companions = keep, companions
 
-    def publish(self, model: "Transformer", step: int) -> Path:
-        """Write the weights as version `step` of this store's branch; every process can load them once this returns."""
-        dest = self.folder / f"step-{step:08d}-{self.branch}"
+    def publish(self, model: "Transformer", step: int, share: Share | None = None, send: Send | None = None) -> Path:
+        """Write the weights as version `step` of this store's branch; every process can load them once this returns.
+        `share`: what this rank writes, if several ranks call this together; `model` then needs no weights. `send`:
+        called on every rank with the written files."""
+        dest: Path = self._exchange(share, lambda: self._begin(step))
+        base = self._write(model, dest, share, send)
+        self._base, self._num_deltas = dest.name, 0 if base is None else self._num_deltas + 1
+        if share is None or share.rank == 0:
+            self._remove_old()
+        return dest
+
+    def _begin(self, step: int) -> Path:
         if (before := self._versions().get(step)) is not None:
             raise ExistsError(
                 f"{before} is already published; call `discard_after` with an earlier step to publish step {step} again"
             )
         self._remove_torn()
-        self._write(model, dest)
+        dest = self.folder / f"step-{step:08d}-{self.branch}"
+        _partial(dest).mkdir(parents=True)
+        return dest
+
+    def _exchange(self, share: Share | None, lead: Callable[[], Any]) -> Any:
+        """What rank 0 makes, on all ranks."""
+        if share is None:
+            return lead()
+        return share.exchange(lead() if share.rank == 0 else None)[0]
+
+    def _write(self, model: "Transformer", dest: Path, share: Share | None, send: Send | None) -> str | None:
+        """Write and commit a version; returns the folder that it changes, None for a whole one."""
+        # Only a trainer, which publishes, needs torch: importing it would take the RL loop seconds.
+        from m2forge.model.checkpoint import complete_version, public_tensors, write_share
+
+        partial, tensors = _partial(dest), public_tensors(model) if share is None else share.tensors
+        has_base = self._base is not None and self._num_deltas + 1 < self._anchor_every
+        base: str | None = self._exchange(share, lambda: self._base if has_base else None)
+        published, self._published, self._base = self._published, {}, None  # None while a version is being written
+        rank = None if share is None else share.rank
+        entries = write_share(model, tensors, partial, rank, None if base is None else published)
+        if base is None and self._anchor_every > 1:
+            published = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        self._published = published
+        by_rank = [entries] if share is None else share.exchange(entries)
+        if send is not None:
+            send(self._version_of(dest), [[partial / name for name in found] for found in by_rank])
+        if share is None or share.rank == 0:
+            files = {name: entry for found in by_rank for name, entry in found.items()}
+            complete_version(model, partial, files, base, self._companions)
+            commit_folder(partial, dest)
+        if share is not None:
+            share.exchange(None)  # no rank goes on before the version is complete
+        return base
+
+    def _remove_old(self) -> None:
         kept = {path for last in list(self._versions().values())[-self._keep :] for path in self._chain(last)}
         # The newest first: at any moment, what a remaining version builds on is there.
         for path in reversed(self._versions().values()):
             if path not in kept:
                 self._remove(path)
-        return dest
-
-    def _write(self, model: "Transformer", dest: Path) -> None:
-        # Only a trainer, which publishes, needs torch: importing it would take the RL loop seconds.
-        from m2forge.model.checkpoint import copy_tensors, save_delta, save_model
-
-        published, self._published = self._published, None  # None while a version is being written
-        if published is not None and self._num_deltas + 1 < self._anchor_every:
-            base, tensors = published
-            save_delta(model, dest, base, tensors, companions=self._companions)
-            self._num_deltas += 1
-        else:
-            save_model(model, dest, companions=self._companions)
-            tensors = copy_tensors(model) if self._anchor_every > 1 else {}
-            self._num_deltas = 0
-        self._published = dest.name, tensors
 
     def newest(self) -> tuple[PolicyVersion, Path] | None:
-        for step, path in reversed(self._versions().items()):
-            match = _NAME.fullmatch(path.name)
-            assert match is not None
-            return PolicyVersion(self.lineage, step, match[2] or ""), path
+        for path in reversed(self._versions().values()):
+            return self._version_of(path), path
         return None
+
+    def _version_of(self, path: Path) -> PolicyVersion:
+        match = _NAME.fullmatch(path.name)
+        assert match is not None
+        return PolicyVersion(self.lineage, int(match[1]), match[2] or "")
 
     def discard_after(self, step: int) -> None:
         """Remove every version after `step`, whose weights are lost."""
-        self._published = None
+        self._base = None
         for later, path in reversed(self._versions().items()):
             if later > step:
                 self._remove(path)
@@ -125,3 +179,7 @@ class WeightStore:
         for path in (*torn, *self.folder.glob(".step-*.partial")):
             if _NAME.search(path.name):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _partial(dest: Path) -> Path:
+    return dest.with_name(f".{dest.name}.partial")

@@ -13,9 +13,18 @@ from safetensors.torch import load_file, save_file
 
 from m2forge.errors import CheckpointError
 from m2forge.model.build import build
-from m2forge.model.checkpoint import copy_tensors, fill, load_model, open_source, save_delta, save_model
+from m2forge.model.checkpoint import (
+    complete_version,
+    fill,
+    load_model,
+    open_source,
+    public_tensors,
+    save_model,
+    write_share,
+)
 from m2forge.model.delta import DELTA_CONFIG_FILE, DELTA_FILE, find_changes, find_indices
 from m2forge.model.folder import FolderSource
+from m2forge.model.manifest import MANIFEST_FILE, describe, write_manifest
 from m2forge.model.preset import preset
 from m2forge.model.tensor_source import refuse_misfits
 from m2forge.model.transformer import Transformer
@@ -41,10 +50,11 @@ def publish(model: Transformer, folder: Path, num_deltas: int, share: float = 0.
     generator = torch.Generator().manual_seed(1)
     folders = [folder / f"step-{step}" for step in range(num_deltas + 1)]
     save_model(model, folders[0])
-    published = copy_tensors(model)
+    published = {name: tensor.detach().clone() for name, tensor in public_tensors(model).items()}
     for before, after in itertools.pairwise(folders):
         perturb(model, share, generator)
-        save_delta(model, after, before.name, published)
+        after.mkdir()
+        complete_version(model, after, write_share(model, public_tensors(model), after, None, published), before.name)
     return folders
 
 
@@ -120,16 +130,24 @@ def test_a_delta_that_is_broken_is_refused_with_its_name(tmp_path: Path) -> None
     name = next(key for key in stored if key.endswith("/gaps"))
     stored[name] = torch.cat([stored[name], torch.full((100_000,), 254, dtype=torch.uint8)])
     save_file(stored, path)
-    with pytest.raises(CheckpointError, match=r"delta\.safetensors has another digest"):
+    with pytest.raises(CheckpointError, match=r"delta\.safetensors is torn or was changed"):
         open_source(folders[1])
-    content = json.loads((folders[1] / DELTA_CONFIG_FILE).read_text())
-    (folders[1] / DELTA_CONFIG_FILE).write_text(json.dumps(content | {"digest": digest_of(path)}))
+    write_manifest(folders[1], {DELTA_FILE: describe(path)})
     with pytest.raises(CheckpointError, match="gaps and other values"):
         refuse_misfits(open_source(folders[1]))
-    (folders[1] / DELTA_CONFIG_FILE).write_text(json.dumps(content | {"base": "../elsewhere"}))
+    (folders[1] / DELTA_CONFIG_FILE).write_text(json.dumps({"base": "../elsewhere"}))
     with pytest.raises(CheckpointError, match=r"'\.\./elsewhere' is not beside it"):
         open_source(folders[1])
 
 
-def digest_of(path: Path) -> str:
-    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+def test_a_delta_from_before_there_were_manifests_is_read(tmp_path: Path) -> None:
+    model = make_model()
+    folder = publish(model, tmp_path, 1)[1]
+    digest = hashlib.blake2b((folder / DELTA_FILE).read_bytes(), digest_size=16).hexdigest()
+    (folder / MANIFEST_FILE).unlink()
+    config = json.loads((folder / DELTA_CONFIG_FILE).read_text())
+    (folder / DELTA_CONFIG_FILE).write_text(json.dumps(config | {"digest": digest}))
+    assert same_bits(load_model(folder), model)
+    (folder / DELTA_CONFIG_FILE).write_text(json.dumps(config | {"digest": "0"}))
+    with pytest.raises(CheckpointError, match="torn"):
+        open_source(folder)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from m2forge.errors import NotFoundError, RequestError
@@ -57,9 +58,12 @@ class FakeCore:
         self._asked = {id: asked for id, asked in self._asked.items() if asked.drawn}
         return chunks
 
-    def load(self, source: Path, version: PolicyVersion) -> None:
-        if not source.is_dir():
-            raise NotFoundError(f"{source} is not a folder")
+    def stage(self, folder: Path, version: PolicyVersion) -> Callable[[], None]:
+        if not folder.is_dir():
+            raise NotFoundError(f"{folder} is not a folder")
+        return partial(self.load, folder, version)
+
+    def load(self, folder: Path, version: PolicyVersion) -> None:
         self.version = version
 
     def metrics(self) -> dict[str, float]:

@@ -176,3 +176,23 @@ def test_broken_weights_end_their_requests_and_no_others(stale_cache: StaleCache
     core.load(network(TINY).state_dict(), version(2))
     core.add("b", Prompt(ids_of(1, 2), 3, GREEDY))
     assert finish(core)["b", 0].ids == generate(network(TINY), [1, 2], max_new_tokens=3)
+
+
+def test_weights_are_read_while_the_core_steps(tmp_path: Path) -> None:
+    """Staging changes nothing; what it read stays, even if the folder does not."""
+    core, served = tiny(), network(TINY, 1)
+    save_model(served, tmp_path / "next")
+    core.add("a", Prompt(ids_of(1, 2, 3), 4, GREEDY))
+    completions: Completions = {}
+    collect(completions, core.step())
+    start = core.stage(tmp_path / "next", version(1))
+    for path in (tmp_path / "next").iterdir():
+        path.unlink()
+    collect(completions, core.step())
+    assert core.version == version(0)
+    start()
+    completion = finish(core)["a", 0]
+    assert completions["a", 0].versions == [0, 0]
+    assert completion.versions == [1, 1]
+    assert core.metrics()["total_loads"] == 1
+    assert all(torch.equal(core.model.state_dict()[name], tensor) for name, tensor in served.state_dict().items())

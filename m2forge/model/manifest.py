@@ -1,0 +1,128 @@
+"""The manifest of a policy version: which tensors its weight files hold, and each file's digest.
+
+    manifest.json   {"files": {FILE: {"num_bytes", "digest", "slices": {TENSOR: {"dtype", "shape", "data_offsets"}}}}}
+
+A slice is one tensor's bytes in a file, as the header of safetensors places them. A reader compares the digest of a
+file when it first reads a tensor of it, so a torn or changed file is an error and never becomes weights. Folders
+without a manifest are read unchecked.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from m2forge.errors import CheckpointError
+from m2forge.files import write_atomic
+from m2forge.model.config_file import read_json
+
+MANIFEST_FILE = "manifest.json"
+Entry: TypeAlias = Mapping[str, Any]
+"""What the manifest states of a file."""
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "U8": torch.uint8,
+}
+NO_IMAGES: Mapping[str, Tensor] = {}
+_log = logging.getLogger(__name__)
+_LENGTH_BYTES = 8
+"""A safetensors file begins with the length of its header."""
+
+
+def describe(path: Path) -> Entry:
+    """The manifest's entry of a safetensors file."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        slices = json.loads(file.read(length))
+    slices.pop("__metadata__", None)
+    return {"num_bytes": path.stat().st_size, "digest": digest(path), "slices": slices}
+
+
+def digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def write_manifest(folder: Path, files: Mapping[str, Entry]) -> None:
+    write_atomic(folder / MANIFEST_FILE, json.dumps({"files": files}) + "\n")
+
+
+def read_manifest(folder: Path) -> Mapping[str, Entry]:
+    """Entries by file; empty for a folder without a manifest."""
+    if not (folder / MANIFEST_FILE).is_file():
+        return {}
+    files = read_json(folder / MANIFEST_FILE).get("files")
+    if not isinstance(files, dict) or not all(isinstance(e, dict) and "digest" in e for e in files.values()):
+        raise CheckpointError(f"{folder / MANIFEST_FILE} states no digests of files; copy the folder again")
+    return files
+
+
+def refuse_changed(path: Path, expected: object) -> None:
+    """Raise a CheckpointError unless the file has this digest."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing, which {MANIFEST_FILE} names; copy the folder again")
+    if digest(path) != expected:
+        raise CheckpointError(
+            f"{path} is torn or was changed: its digest is not the one that was published with it. Copy the folder "
+            f"again, or remove {path.parent.parent}: a trainer that resumes publishes its version again"
+        )
+
+
+class Image:
+    """A safetensors file in memory, with the interface of an open one."""
+
+    def __init__(self, content: Tensor) -> None:
+        """`content`: the bytes of the file. Tensors that it returns are views of them."""
+        length = int.from_bytes(content[:_LENGTH_BYTES].numpy().tobytes(), "little")
+        self._data = content[_LENGTH_BYTES + length :]
+        self._slices = json.loads(content[_LENGTH_BYTES : _LENGTH_BYTES + length].numpy().tobytes())
+        self._slices.pop("__metadata__", None)
+
+    def keys(self) -> list[str]:
+        return list(self._slices)
+
+    def get_slice(self, name: str) -> "_Slice":
+        return _Slice(self._slices[name])
+
+    def get_tensor(self, name: str) -> Tensor:
+        found = self._slices[name]
+        start, stop = found["data_offsets"]
+        data = self._data[start:stop]
+        dtype = _DTYPES[found["dtype"]]
+        # safetensors aligns tensors by putting those of large elements first, but does not promise it.
+        data = data.clone() if data.storage_offset() % dtype.itemsize else data
+        return data.view(dtype).view(found["shape"])
+
+
+class _Slice:
+    def __init__(self, found: Entry) -> None:
+        self._found = found
+
+    def get_dtype(self) -> str:
+        return str(self._found["dtype"])
+
+    def get_shape(self) -> list[int]:
+        return list(self._found["shape"])
+
+
+def image_of(path: Path, expected: object, images: Mapping[str, Tensor]) -> Image | None:
+    """The file as it came by broadcast, if it did and has the digest that the manifest states."""
+    content = images.get(path.name)
+    if content is None:
+        return None
+    if hashlib.blake2b(memoryview(content.numpy()), digest_size=16).hexdigest() != expected:
+        _log.warning("%s: the broadcast brought other bytes than the manifest states; reading the file", path)
+        return None
+    return Image(content)
