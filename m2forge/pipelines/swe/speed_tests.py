@@ -3,8 +3,10 @@
     speed_tests.py /testbed /tests /logs/verifier
 
 The workload is a command of `instance.json`; it runs in turn in a copy of the base commit and in the repository, at
-least `NUM_PAIRS` times each, in alternating order, so that a slow moment of the machine meets both. What counts is CPU
-time of the command with its children. The repository is faster if
+least `NUM_PAIRS` times each, in alternating order, so that a slow moment of the machine meets both. Both trees have the
+test files of the base commit and the test patch, which are restored before and compared afterwards. The workload runs
+the tests that must go on passing, and writes JUnit's report to the path in TEST_REPORT: a run in which one of them did
+not pass makes the reward 0. What counts is CPU time of the command with its children. The repository is faster if
 
     the median ratio of new to base is at most MAX_RATIO, and
     a one-sided Mann–Whitney test rejects "new is not smaller" at MAX_P
@@ -16,6 +18,7 @@ with the normal approximation of U, which is good from 20 values a side on, corr
 It imports the standard library alone, because task folders carry a copy of this file beside that of swe_tests.py.
 """
 
+import hashlib
 import importlib
 import json
 import math
@@ -25,12 +28,13 @@ import statistics
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 NUM_PAIRS = 20
 MAX_RATIO, MAX_P = 0.8, 0.01
 BASE = "/tmp/base"
+VARIABLE = "TEST_REPORT"
 COMMAND_S = 120
 
 
@@ -63,14 +67,23 @@ def cpu_s(command: Sequence[str], folder: Path, env: Mapping[str, str]) -> float
 
 
 def measure(
-    command: Sequence[str], base: Path, new: Path, num_pairs: int = NUM_PAIRS
+    command: Sequence[str],
+    base: Path,
+    new: Path,
+    num_pairs: int = NUM_PAIRS,
+    check: Callable[[Path], None] | None = None,
 ) -> tuple[list[float], list[float]]:
-    """CPU times of the command in both trees, in alternating order, after one run each that is not counted."""
+    """CPU times of the command in both trees, in alternating order, after one run each that is not counted. `check`
+    raises for the report of a run that does not count."""
+    report = base.with_name(f"{base.name}.xml")
     sides: tuple[tuple[Path, list[float]], ...] = ((base, []), (new, []))
     for number in range(num_pairs + 1):
         for tree, times in sides if number % 2 else reversed(sides):
             path = os.environ.get("PYTHONPATH", "").replace(str(new), str(tree))
-            times.append(cpu_s(command, tree, {**os.environ, "PYTHONPATH": path}))
+            report.unlink(missing_ok=True)
+            times.append(cpu_s(command, tree, {**os.environ, "PYTHONPATH": path, VARIABLE: str(report)}))
+            if check is not None:
+                check(report)
     return sides[0][1][1:], sides[1][1][1:]
 
 
@@ -85,17 +98,39 @@ def checkout(repository: Path, commit: str, patch: Path, base: Path) -> None:
     subprocess.run(["git", "apply", "--whitespace=nowarn", "--allow-empty", str(patch)], cwd=base, check=True)
 
 
+def digests(tree: Path, names: Collection[str]) -> dict[str, str]:
+    """The digest of each file; "" for one that is missing."""
+    files = {name: tree / name for name in names}
+    return {
+        name: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "" for name, path in files.items()
+    }
+
+
 def run(repository: Path, tests: Path, logs: Path) -> float:
     instance = json.loads((tests / "instance.json").read_text(encoding="utf-8"))
     # A copy of swe_tests.py lies beside this file.
     sys.path.insert(0, str(tests))
-    if not importlib.import_module("swe_tests").run(repository, tests, logs):
+    swe_tests = importlib.import_module("swe_tests")
+    base = Path(BASE)
+    checkout(repository, instance["base_commit"], tests / "test.patch", base)
+    sound = digests(base, [str(path.relative_to(base)) for path in base.rglob("*") if path.is_file()])
+    if not swe_tests.run(repository, tests, logs):
         return 0.0
-    checkout(repository, instance["base_commit"], tests / "test.patch", Path(BASE))
+    swe_tests.restore_tests(repository, tests, instance)
+    wanted = {swe_tests.report_name(id) for id in instance["PASS_TO_PASS"]}
+
+    def check(report: Path) -> None:
+        if not report.is_file() or not wanted <= swe_tests.passed(report):
+            raise ValueError("a test that must pass did not, or was not run")
+
     try:
-        base_s, new_s = measure(instance["workload"], Path(BASE), repository)
-    except subprocess.SubprocessError as error:
+        base_s, new_s = measure(instance["workload"], base, repository, check=check)
+    except (subprocess.SubprocessError, ValueError, SyntaxError) as error:
         print(f"the workload failed: {error}", file=sys.stderr)
+        return 0.0
+    restored = {name: digest for name, digest in sound.items() if swe_tests.file_matcher(tests, instance)(name)}
+    if digests(base, sound) != sound or digests(repository, restored) != restored:
+        print("the workload has changed test files, or the base", file=sys.stderr)
         return 0.0
     ratio = statistics.median(new_s) / statistics.median(base_s)
     print(f"median ratio {ratio:.3f}, p = {p_value(base_s, new_s):.2g}", file=sys.stderr)

@@ -347,6 +347,7 @@ def task_files(
         "test_patch": candidate.test_patch,
         "FAIL_TO_PASS": list(observation.fail_to_pass),
         "PASS_TO_PASS": list(observation.pass_to_pass),
+        "test_paths": candidate.toolchain.test_path,
     }
     toolchain, targets = candidate.toolchain, ordered_targets(observation)
     if candidate.language != Python.name:

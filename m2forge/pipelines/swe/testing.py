@@ -37,7 +37,7 @@ from m2forge.pipelines.swe.task import (
     task_files,
 )
 from m2forge.pipelines.swe.toolchains.python import RUNNABLE_NAME
-from m2forge.pipelines.swe.toolchains.toolchain import TEST_PATH, Environment, TestRun
+from m2forge.pipelines.swe.toolchains.toolchain import Environment, TestRun
 from m2forge.pipelines.swe.tree import Tree
 from m2forge.pipelines.swe.written_tests import counted, sees
 from m2forge.python_source import parse_python
@@ -271,7 +271,7 @@ def testing_files(
     program = Path(written_tests.__file__)
     instance = {
         "base_commit": candidate.base_commit,
-        "test_paths": TEST_PATH,
+        "test_paths": candidate.toolchain.test_path,
         "runnable": RUNNABLE_NAME,
         **trees,
     }

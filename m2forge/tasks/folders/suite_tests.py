@@ -4,8 +4,8 @@
 
 `instance.json` names the command, the format of its report, the tests that must fail before and pass after
 (FAIL_TO_PASS) and those that must go on passing (PASS_TO_PASS). The command runs in the repository and writes its
-report to the path in the variable TEST_REPORT. Files that `test.patch` touches are first restored from the base commit.
-The reward is 1 if every named test passed: one that was skipped, or is missing from the report, has not.
+report to the path in the variable TEST_REPORT. Test files are first restored, as `swe_tests.py` says. The reward is 1
+if every named test passed: one that was skipped, or is missing from the report, has not.
 
     pytest-junit    JUnit's XML as pytest writes it (junit_family=xunit1)
     go-json         events of `go test -json`, and what the compiler prints between them
@@ -263,10 +263,7 @@ def run(repository: Path, tests: Path, logs: Path) -> float:
     swe_tests = importlib.import_module("swe_tests")
     instance = json.loads((tests / "instance.json").read_text(encoding="utf-8"))
     wanted = [*instance["FAIL_TO_PASS"], *instance["PASS_TO_PASS"]]
-    patch = tests / "test.patch"
-    for name in swe_tests.patched_files(patch.read_text(encoding="utf-8")):
-        swe_tests.restore(repository, instance["base_commit"], name)
-    subprocess.run([*swe_tests.GIT, "apply", "--whitespace=nowarn", str(patch)], cwd=repository, check=True)
+    swe_tests.restore_tests(repository, tests, instance)
     # Standard output is the reward's: tested code must not have it.
     env = {**os.environ, VARIABLE: str(logs / REPORT)}
     subprocess.run(instance["command"], cwd=repository, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr)

@@ -9,7 +9,8 @@
     repo                                    package of `[metadata.m2forge]`, by which tasks are held out
 
 The folder carries a copy of `tasks/folders/swe_tests.py`, which runs the tests. Only records whose tests are pytest's
-(`file.py::name`) can be verified so; others are rejected, as are records without FAIL_TO_PASS. A record with the fields
+(`file.py::name`) can be verified so; others are rejected, as are records without FAIL_TO_PASS. The optional field
+`test_paths` is a regular expression, searched in paths: the files that are tests. A record with the fields
 `command` and `report` has tests of another language: its folder carries `tasks/folders/suite_tests.py` too, which runs
 them.
 """
@@ -136,6 +137,10 @@ def _parse(line: bytes) -> dict[str, JsonValue]:
         raise DataError(f"base_commit: expected a commit's hash, received {record['base_commit']!r}")
     for key in ("FAIL_TO_PASS", "PASS_TO_PASS"):
         _check_tests(key, record.get(key, []))
+    try:
+        re.compile(str(record.get("test_paths", "")))
+    except re.error as error:
+        raise DataError(f"test_paths: expected a regular expression: {error}") from error
     return record
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from m2forge.pipelines.swe import speed_tests
 from m2forge.pipelines.swe.speed_tests import is_faster, p_value
+from m2forge.pipelines.swe.toolchains.toolchain import TEST_PATH
 from m2forge.tasks.folders import swe_tests
 from tests.pipelines.swe import projects
 
@@ -40,10 +41,30 @@ def test_a_significant_but_small_gain_is_not_enough() -> None:
         is_faster(base, new[:5])
 
 
-def test_a_faster_repository_has_reward_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = "i=0; while [ $i -lt 1500 ]; do i=$((i+1)); done\n"
-    test = "def test_work():\n    assert open('work.sh').read()\n"
-    projects.write_history(tmp_path / "repository", ("base", {"work.sh": slow, "test_work.py": test}))
+SLOW = "i=0; while [ $i -lt 1500 ]; do i=$((i+1)); done\n"
+RUN = 'sh ./work.sh\ncat tests/report > "$TEST_REPORT"\n'
+REPORT = '<testsuite><testcase classname="tests.test_work" name="test_work"/></testsuite>\n'
+TESTS = {
+    "tests/run.sh": f"set -e\n{RUN}",
+    "tests/report": REPORT,
+    "tests/test_work.py": "def test_work():\n    assert open('work.sh').read()\n",
+}
+EMPTY = 'cat tests/report > "$TEST_REPORT"\n'
+ATTEMPTS = {
+    "the same speed": ({"work.sh": SLOW}, 0),
+    "faster": ({"work.sh": "echo fast\n"}, 1),
+    "faster with a test that fails": ({"work.sh": ""}, 0),
+    "a workload that fails": ({"work.sh": "exit 1\n"}, 0),
+    "an emptied test": ({"tests/run.sh": EMPTY}, 0),
+    "a run without a test": ({"work.sh": "kill -9 $PPID\n"}, 0),
+    "a test emptied by the source": ({"work.sh": f"{SLOW}printf '%s' '{EMPTY}' > tests/run.sh\n"}, 0),
+    "a slower base": ({"work.sh": f"{SLOW}printf '%s' '{SLOW * 4}' > ../base/work.sh\n"}, 0),
+}
+
+
+@pytest.mark.parametrize("name", ATTEMPTS)
+def test_a_faster_repository_has_reward_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    projects.write_history(tmp_path / "repository", ("base", {"work.sh": SLOW, **TESTS}))
     tests = tmp_path / "tests"
     tests.mkdir()
     (tests / "swe_tests.py").write_bytes(Path(swe_tests.__file__).read_bytes())
@@ -51,15 +72,14 @@ def test_a_faster_repository_has_reward_one(tmp_path: Path, monkeypatch: pytest.
     instance = {
         "base_commit": "HEAD",
         "FAIL_TO_PASS": [],
-        "PASS_TO_PASS": ["test_work.py::test_work"],
-        "workload": ["sh", "work.sh"],
+        "PASS_TO_PASS": ["tests/test_work.py::test_work"],
+        "test_paths": TEST_PATH,
+        "workload": ["sh", "tests/run.sh"],
     }
     (tests / "instance.json").write_text(json.dumps(instance))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    rewards = []
-    # The same speed; faster; faster with a test that fails; a workload that fails.
-    for number, source in enumerate((slow, "echo fast\n", "", "exit 1\n")):
-        (tmp_path / "repository" / "work.sh").write_text(source)
-        monkeypatch.setattr(speed_tests, "BASE", str(tmp_path / f"base{number}"))
-        rewards.append(speed_tests.run(tmp_path / "repository", tests, tmp_path))
-    assert rewards == [0, 1, 0, 0]
+    monkeypatch.setattr(speed_tests, "BASE", str(tmp_path / "base"))
+    files, reward = ATTEMPTS[name]
+    for path, text in files.items():
+        (tmp_path / "repository" / path).write_text(text)
+    assert speed_tests.run(tmp_path / "repository", tests, tmp_path) == reward

@@ -108,15 +108,16 @@ def test_bad_records_are_rejected_and_the_rest_goes_on(tmp_path: Path, capsys: p
         record(instance_id="e", FAIL_TO_PASS=["test_x (module.Case)"]),
         record(instance_id="f", repo="https://host/ada/doubles; rm"),
         record(instance_id="g", base_commit="main"),
+        record(instance_id="h", test_paths="("),
         record(),
     ]
     path = written(tmp_path, *lines)
     assert main(["tasks", "import", str(path), str(tmp_path / "set")]) == 0
     output = capsys.readouterr()
-    assert "1 folders; 8 records are rejected" in output.out
+    assert "1 folders; 9 records are rejected" in output.out
     expected = ("not valid JSON", "expected an object", "patch: expected text", "empty; nothing", "pytest's ids")
     for number, problem in enumerate(
-        (*expected, "repo: expected OWNER/NAME", "base_commit: expected", "is that of line 1")
+        (*expected, "repo: expected OWNER/NAME", "base_commit: expected", "test_paths: expected", "is that of line 1")
     ):
         assert f"line {number + 2}: " in output.err
         assert problem in output.err

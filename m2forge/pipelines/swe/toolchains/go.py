@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from m2forge.errors import DataError
 from m2forge.pipelines.swe.action import Edits
-from m2forge.pipelines.swe.toolchains.toolchain import CACHE, Environment, Toolchain, dockerfile, testbed
+from m2forge.pipelines.swe.toolchains.toolchain import CACHE, TEST_PATH, Environment, Toolchain, dockerfile, testbed
 from m2forge.pipelines.swe.tree import Release, Tree
 from m2forge.tasks.folders.folder import FolderFile
 
@@ -34,12 +34,10 @@ class Go(Toolchain):
     version_command = ("go", "version")
     report = "go-json"
     manifests = (MODULE,)
+    test_path = rf"{TEST_PATH}|(?:^|/)testdata/"
 
     def is_project(self, tree: Tree) -> bool:
         return MODULE in tree
-
-    def is_test(self, path: str) -> bool:
-        return super().is_test(path) or "testdata" in path.split("/")[:-1]
 
     def targets(self, tree: Tree) -> tuple[str, ...]:
         found = re.search(r"^module\s+\"?([^\s\"]+)", _text(tree, MODULE), re.MULTILINE)

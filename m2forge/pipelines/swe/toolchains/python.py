@@ -40,6 +40,7 @@ from m2forge.pipelines.swe.toolchains.toolchain import (
 )
 from m2forge.pipelines.swe.tree import Release, Tree, parse_metadata, read_pyproject
 from m2forge.tasks.folders.folder import FolderFile
+from m2forge.tasks.folders.suite_tests import VARIABLE
 from m2forge.tasks.folders.swe_bench import BASE_IMAGE, TESTBED, USER
 
 METADATA_FOLDER = "/opt/metadata"
@@ -199,7 +200,8 @@ class Python(Toolchain):
         return (*_PYTEST, *options, *targets)
 
     def workload(self, targets: Sequence[str]) -> tuple[str, ...]:
-        return (*_PYTEST, *targets)
+        # Pytest replaces the variable.
+        return (*_PYTEST, f"--junitxml=${VARIABLE}", "-o", "junit_family=xunit1", *targets)
 
 
 _PYTEST = ("python3", "-s", "-m", "pytest", "-p", "no:cacheprovider", "-q")

@@ -28,7 +28,7 @@ SOURCE_ENDINGS = frozenset({".py", ".pyx", ".js", ".mjs", ".cjs", ".ts", ".c", "
 _TEST_FILE = re.compile(r"(?:^|/)(?:tests?|test_[^/]*|[^/]*_test|[^/]*\.(?:test|spec)|conftest)\.\w+$")
 _TEST_FOLDER = re.compile(r"^testing/|(?:^|/)(?:tests?|__tests__)/")
 TEST_PATH = f"(?:{_TEST_FILE.pattern})|(?:{_TEST_FOLDER.pattern})"
-"""Searched in a path: what `is_test` accepts."""
+"""Searched in a path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,8 @@ class Toolchain(ABC):
     """Where packages come from that a build model may add, pin and remove; None: it may set variables alone."""
     coverage_variable: ClassVar[str] = ""
     """Names a folder to which a run writes what it reaches; "": there is none."""
+    test_path: ClassVar[str] = TEST_PATH
+    """Searched in a path: what `is_test` accepts."""
     manifests: ClassVar[tuple[str, ...]] = ()
     """Files by which a build model knows a project, the first that a tree has; none: its metadata."""
 
@@ -121,7 +123,7 @@ class Toolchain(ABC):
 
     def is_test(self, path: str) -> bool:
         """Whether a file belongs to the tests, which are hidden from agents."""
-        return bool(_TEST_FILE.search(path) or _TEST_FOLDER.search(path))
+        return bool(re.search(self.test_path, path))
 
     def is_source(self, path: str) -> bool:
         is_document = path.startswith(("docs/", "doc/"))
