@@ -2,7 +2,7 @@
 
 The text is the first of issue, pull request, commit message and changelog that says something; otherwise rules make one
 from the failing tests. It never comes from the patch: lines that the patch adds to source files are removed from it,
-and so are hashes of commits, links, and references to pull requests and people.
+with the sentence that quotes them, and so are hashes of commits, links, and references to pull requests and people.
 
 Names that hidden tests use and the old tree lacks are listed at the end, since no agent could guess them.
 
@@ -44,7 +44,11 @@ _ENDINGS = tuple(SOURCE_ENDINGS)
 CLOSING = "Change the source so that this holds, and let everything that works go on working."
 _ORDER = ("issue", "pull request", "commit", "changelog", "readme")
 _LINK = re.compile(r"<?\bhttps?://[^\s<>)\]]+>?")
-_HASH = re.compile(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7,40}\b")
+_HASH = re.compile(
+    r"\b(?:(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7,64}|(?=[0-9a-f]*[a-f])[0-9a-f]{12,64}|[0-9a-f]{40})\b"
+    r"|(?:(?<=commit )|(?<=commit: )|(?<=commit `))[0-9a-f]{7,64}\b"
+)
+"""A short word, or number, of these characters is a hash only after "commit"."""
 _REFERENCE = re.compile(
     r"(?:\b(?:PR|pull request|GH|issues?|close[sd]?|fix(?:e[sd])?|resolve[sd]?|refs?|see)\s*)?"
     r"(?<![\w&])(?:[\w.-]+/[\w.-]+)?#\d+\b(?:\s*:\s+|[,;])?",
@@ -109,7 +113,7 @@ def best_text(candidate: Candidate) -> tuple[str, str]:
     """The kind and the cleaned text of the first text that says something; empty if none does."""
     for kind in _ORDER:
         for text in (text for text in candidate.texts if text.kind == kind):
-            cleaned = clean(text.text, candidate.patch)
+            cleaned = without_quotes(clean(text.text, candidate.patch), candidate.patch)
             if len(re.findall(r"[A-Za-z]{2,}", cleaned)) >= MIN_WORDS:
                 return kind, cleaned
     return "", ""
@@ -139,10 +143,41 @@ def clean(text: str, patch: str) -> str:
 
 def leaks(text: str, patch: str) -> list[str]:
     """Links, hashes of commits and lines of the patch that a text holds, whatever the space in them."""
-    found = [match[0] for pattern in (_LINK, _HASH) for match in pattern.finditer(text)]
+    return [match[0] for pattern in (_LINK, _HASH) for match in pattern.finditer(text)] + _quoted(text, patch)
+
+
+def without_quotes(text: str, patch: str) -> str:
+    """The text without the sentences that hold lines of the patch; without the paragraphs, if several sentences make
+    one; empty, if several paragraphs do."""
+    for unit in (_SENTENCE, _PARAGRAPH):
+        if not _quoted(text, patch):
+            return text
+        kept: list[str] = []
+        for part in (part for part in unit.split(text) if part and not _quoted(part, patch)):
+            if kept and not part.strip() and not kept[-1].strip():
+                # A unit between these two spaces is gone.
+                part = max(kept.pop(), part, key=lambda space: space.count("\n"))
+            kept.append(part)
+        text = re.sub(r"\n{3,}", "\n\n", "".join(kept)).strip()
+    return "" if _quoted(text, patch) else text
+
+
+_SENTENCE = re.compile(r"(```.*?```|(?<=[.!?:;])\s+|\n(?=\s*(?:[-*+>]|\d+\.)\s)|\n{2,})", re.DOTALL)
+_PARAGRAPH = re.compile(r"(\n{2,})")
+_COMMON = re.compile(
+    r"(?:return|yield|break|continue|pass|else|try|finally)(?: (?:true|false|none|null|nil|self|this|-?\d+|\[\]|\{\}))?"
+    r"[:;]?",
+    re.IGNORECASE,
+)
+"""A line that says too little to give a change away."""
+
+
+def _quoted(text: str, patch: str) -> list[str]:
+    """Lines that the patch adds to files of code and that a text holds, whatever the space in them."""
     shown = _unspaced(text)
     lines = dict.fromkeys(line.strip() for line in source_lines(patch))
-    return found + [line for line in lines if len(line) >= MIN_LINE and _unspaced(line) in shown]
+    telling = (line for line in lines if len(line) >= MIN_LINE and not _COMMON.fullmatch(line))
+    return [line for line in telling if _unspaced(line) in shown]
 
 
 def _unspaced(text: str) -> str:

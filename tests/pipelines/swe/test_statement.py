@@ -11,7 +11,16 @@ from m2forge.pipelines.stage import Completion, Context, Messages, Rejection
 from m2forge.pipelines.swe.candidate import Candidate, Text
 from m2forge.pipelines.swe.config import SweConfig
 from m2forge.pipelines.swe.pipeline import make_pipeline
-from m2forge.pipelines.swe.statement import Rewritten, clean, judge, leaks, missing_names, rewrite, write_statement
+from m2forge.pipelines.swe.statement import (
+    Rewritten,
+    clean,
+    judge,
+    leaks,
+    missing_names,
+    rewrite,
+    without_quotes,
+    write_statement,
+)
 from tests.pipelines.swe import projects
 
 FAILING = ("tests/test_sums.py::test_total_of_all_numbers",)
@@ -42,6 +51,61 @@ def test_links_hashes_references_and_patch_lines_are_removed() -> None:
 )
 def test_cleaning_leaves_what_belongs_to_the_change(text: str, cleaned: str) -> None:
     assert clean(text, "") == cleaned
+
+
+QUOTING = (
+    "+++ b/sums.py\n+    return sum(numbers) or default_value\n+    return False\n"
+    "+    if not numbers or numbers[0] is None:\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        (
+            "Empty sums are wrong. I fixed it with `return sum(numbers) or default_value`. Thanks!",
+            "Empty sums are wrong. Thanks!",
+        ),
+        (
+            "Empty sums are wrong:\n\n```\nx\nreturn  sum(numbers) or default_value\n```\nSee there.",
+            "Empty sums are wrong:\n\nSee there.",
+        ),
+        ("Sums fail.\n- when empty\n- if not numbers or\n  numbers[0] is None:", "Sums fail.\n- when empty"),
+        ("Sums fail.\n\nIt is: `if not numbers or numbers[0] is: None:`", None),
+        ("It must return False for no numbers.", "It must return False for no numbers."),
+    ],
+)
+def test_sentences_that_quote_the_patch_are_removed(text: str, kept: str | None) -> None:
+    cleaned = without_quotes(text, QUOTING)
+    assert cleaned == (text if kept is None else kept)
+    assert not leaks(cleaned, QUOTING)
+
+
+def test_a_line_that_several_sentences_make_removes_their_paragraph() -> None:
+    patch = "+++ b/sums.py\n+    raise Error('No number! Give one.')\n"
+    text = "Sums fail without a number.\n\nDo raise Error('No number! Give one.') there."
+    assert without_quotes(text, patch) == "Sums fail without a number."
+
+
+def test_a_text_that_quotes_the_patch_alone_is_not_used() -> None:
+    quoting = Text("issue", "I fixed it with `return sum(numbers)` in the first function")
+    found = write_statement(_with((quoting, *projects.candidate().texts)), FAILING, {})
+    assert found.kind == "changelog"
+    assert "return sum" not in found.text
+
+
+@pytest.mark.parametrize(
+    ("text", "cleaned"),
+    [
+        ("See deadbeefcafe.", "See ."),
+        ("Since commit `decafab` and commit 1234567 it fails", "Since commit `` and commit  it fails"),
+        ("A decade of facades: 123456789012 days", "A decade of facades: 123456789012 days"),
+        (f"Since {'a' * 40} and {'1' * 40}", "Since  and"),
+    ],
+)
+def test_hashes_without_digits_are_removed(text: str, cleaned: str) -> None:
+    assert clean(text, "") == cleaned
+    assert not leaks(cleaned, "")
 
 
 def test_an_issue_comes_before_commit_and_changelog() -> None:
