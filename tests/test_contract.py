@@ -74,6 +74,9 @@ MAX_FUNCTION_LINES = 80
 MAX_TEST_NAME = 60
 FORBIDDEN_WORDS = {"util", "utils", "helper", "helpers", "common", "misc", "manager"}
 MAX_HELP_S = 0.5
+PRIVATE = r"_[^_].*"
+NAMED_ACCESS = ("getattr", "setattr", "delattr", "hasattr")
+"""Functions, and methods such as monkeypatch's, that take an attribute's name as a string."""
 
 
 def sources(root: Path, *folders: str, pattern: str = "*.py") -> Iterator[Path]:
@@ -97,8 +100,10 @@ class _Source:
     outline: ast.Module
     stored_private: frozenset[str]
     """Private names that it defines or assigns."""
-    read_private: tuple[tuple[int, str], ...]
-    """Line and name of every private attribute that it reads of an object other than `self`, `cls` and `os`."""
+    read_private: tuple[tuple[int, str, str], ...]
+    """Line, name and owner of every private attribute that it reads or replaces, by a dot, by `getattr` and its kin or
+    through `__dict__`, of an object other than `self` and `cls`. The owner is the variable or module of which it is an
+    attribute, "" if that is an expression."""
 
 
 @functools.cache
@@ -106,7 +111,7 @@ def _read(text: str) -> _Source:
     """By the text, since tests change files. Most rules read every file, and reading one takes them all their time."""
     tree = ast.parse(text)
     nodes: list[ast.stmt] = []
-    stored, read = set[str](), list[tuple[int, str]]()
+    stored, read = set[str](), list[tuple[int, str, str]]()
     for node in ast.walk(tree):
         match node:
             case ast.Import() | ast.ImportFrom():
@@ -117,16 +122,33 @@ def _read(text: str) -> _Source:
             case ast.Attribute(attr=name) if name[0] == "_":
                 if isinstance(node.ctx, ast.Store):
                     stored.add(name)
-                if ast.unparse(node.value) not in ("self", "cls", "os"):
-                    read.append((node.lineno, name))
+                read.append((node.lineno, name, _owner(node.value)))
+            case ast.Call(func=ast.Name(id=called) | ast.Attribute(attr=called), args=[first, *others]) if (
+                called in NAMED_ACCESS
+            ):
+                match first, others:
+                    case ast.Constant(value=str(target)), _:
+                        owner, _, name = target.rpartition(".")
+                        read.append((node.lineno, name, owner))
+                    case _, [ast.Constant(value=str(name)), *_]:
+                        read.append((node.lineno, name, _owner(first)))
+            case ast.Subscript(value=ast.Attribute(value=value, attr="__dict__"), slice=ast.Constant(value=str(name))):
+                read.append((node.lineno, name, _owner(value)))
             case ast.Name(id=name, ctx=ast.Store()):
                 stored.add(name)
     for node in nodes:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             node.body = []
-    private = frozenset(name for name in stored if re.fullmatch(r"_[^_].*", name))
+    private = frozenset(name for name in stored if re.fullmatch(PRIVATE, name))
+    accessed = tuple(one for one in read if re.fullmatch(PRIVATE, one[1]) and one[2] not in ("self", "cls"))
     whole = ast.Module([*tree.body[: ast.get_docstring(tree) is not None], *nodes], [])
-    return _Source(whole, private, tuple(read))
+    return _Source(whole, private, accessed)
+
+
+def _owner(value: ast.expr) -> str:
+    while isinstance(value, ast.Attribute):
+        value = value.value
+    return value.id if isinstance(value, ast.Name) else ""
 
 
 def imported_rooms(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -299,23 +321,37 @@ def private_names(root: Path) -> dict[str, set[str]]:
 
 
 def private_breaches(root: Path) -> list[str]:
-    """Tests that import or read a private name of a room other than their own."""
+    """Tests that import, read or replace a private name of a room other than their own. The room is that of the import
+    by which a test knows the owner; where that is not imported, or defined by tests, any room that defines the name."""
     rooms, breaches = private_names(root), []
     for path in sources(root, "tests"):
         place, source = path.relative_to(root), _read(path.read_text(encoding="utf-8"))
         own = place.parts[1].removeprefix("test_").removesuffix(".py")
+        origins = dict(_origins(source.outline))
         imported = [
-            (node.lineno, alias.name)
+            (node.lineno, alias.name, str(node.module))
             for node in source.outline.body
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith(f"{PACKAGE}.")
+            if isinstance(node, ast.ImportFrom)
             for alias in node.names
         ]
-        breaches += [
-            f"{place}:{line}: {name} is private to {', '.join(sorted(rooms[name]))}"
-            for line, name in (*imported, *source.read_private)
-            if name in rooms and own not in rooms[name]
-        ]
+        for line, name, owner in (*imported, *source.read_private):
+            package, *parts = origins.get(owner, owner if "." in owner else "tests").split(".")
+            defining = rooms.get(name, set())
+            if package != "tests":
+                defining = defining & {*parts[:1]} if package == PACKAGE else set()
+            if defining and own not in defining:
+                breaches.append(f"{place}:{line}: {name} is private to {', '.join(sorted(defining))}")
     return breaches
+
+
+def _origins(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Each imported name → the dotted name of what it stands for."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.asname or alias.name.partition(".")[0], alias.name
 
 
 def mention_breaches(root: Path) -> list[str]:
@@ -449,6 +485,16 @@ PLANTED = [
         "tests/text/test_a.py",
         "from m2forge.errors import _x\n",
         "tests/text/test_a.py:1: _x is private to errors",
+    ),
+    (private_breaches, "tests/text/test_a.py", "a = f()\na._x()\n", "tests/text/test_a.py:2: _x is private to errors"),
+    (private_breaches, "tests/text/test_a.py", "patch.setattr(a, '_x', 1)\n", "test_a.py:1: _x is private to errors"),
+    (private_breaches, "tests/text/test_a.py", "patch.setattr('m2forge.errors._x', 1)\n", "_x is private to errors"),
+    (private_breaches, "tests/text/test_a.py", "a.__dict__['_x']\n", "test_a.py:1: _x is private to errors"),
+    (
+        private_breaches,
+        "tests/model/test_a.py",
+        "import os\nfrom m2forge import errors\nsetattr(errors, '_x', 1)\nsetattr(os, '_x', 1)\n",
+        "tests/model/test_a.py:3: _x is private to errors",
     ),
     (mention_breaches, "m2forge/model/a.py", '"""As in gone.py."""\n', "a.py:1: gone.py does not exist"),
     (long_test_names, "tests/test_a.py", f"def test_{'a' * 56}(): pass\n", "has 61 characters, at most 60"),

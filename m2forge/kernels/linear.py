@@ -64,7 +64,8 @@ def _multiplies_bfloat16() -> bool:
 
 
 @functools.cache
-def _kernel() -> int | None:
+def fastest_kernel() -> int | None:
+    """Number of the native kernel that serves this process, by `_probe`; None: torch's product does."""
     return _probe()
 
 
@@ -148,7 +149,7 @@ def _forget(packed: dict[int, _Packed], identity: int, _: weakref.ref[Tensor]) -
 
 
 def serves(*operands: Tensor) -> bool:
-    return native.serves(*operands, dtype=torch.bfloat16) and _kernel() is not None
+    return native.serves(*operands, dtype=torch.bfloat16) and fastest_kernel() is not None
 
 
 def native_linear(
@@ -164,7 +165,7 @@ def native_linear(
     known, packed = _packed.get(id(weight_OD)), None
     if known is not None and known.weight() is weight_OD and known.version == weight_OD._version:
         packed = known.elements, known.factor_O
-    kernel = _kernel()
+    kernel = fastest_kernel()
     assert kernel is not None
     return _multiply(x, weight_OD, dtype, packed, kernel, norm, onto, is_gated)
 

@@ -5,6 +5,7 @@ Every module logs through `logging.getLogger(__name__)`. As a library, m2forge l
 A slow path that a computation takes at every step warns once: `warn_once`.
 """
 
+import functools
 import logging
 import os
 
@@ -15,9 +16,6 @@ from m2forge.observe.console import stderr_console
 
 LEVEL_VARIABLE = "M2FORGE_LOG"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-
-_warned: set[tuple[str, str]] = set()
-"""(logger, text) of the warnings that `warn_once` has logged in this process."""
 
 
 def set_up_logging() -> None:
@@ -33,8 +31,7 @@ def set_up_logging() -> None:
         logger.addHandler(handler)
 
 
+@functools.cache
 def warn_once(logger: logging.Logger, text: str) -> None:
-    """Log `text` as a warning, the first time in this process."""
-    if (logger.name, text) not in _warned:
-        _warned.add((logger.name, text))
-        logger.warning("%s", text)
+    """Log `text` as a warning, the first time in this process; `warn_once.cache_clear()` starts over."""
+    logger.warning("%s", text)

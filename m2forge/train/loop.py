@@ -294,7 +294,9 @@ class TrainLoop:
                 self._report(pending, writer, bar)
                 passed_s = time.perf_counter() - started_s
                 started_s += passed_s
-                current.extra |= _speed(current, passed_s, prefetch.waited_s, self._peak_flops)
+                current.extra |= throughput(
+                    current.num_tokens, current.num_flops, passed_s, prefetch.waited_s, self._peak_flops
+                )
                 pending = current
                 evaluation = self._scheduled_evaluation(phase)
                 saves = self.position.step % self.config.checkpoint.every_steps == 0
@@ -479,8 +481,11 @@ def _padding_share(phase: PhaseConfig, num_steps: int, num_tokens: int) -> float
     return 1 - num_tokens / (num_steps * phase.packs_per_step * phase.pack_tokens)
 
 
-def _speed(step: _Pending, passed_s: float, waited_s: float, peak: float) -> dict[str, float]:
-    speed = {"tokens_per_s": step.num_tokens / passed_s, "data_share": waited_s / passed_s}
-    if step.num_flops is not None:
-        speed["mfu"] = step.num_flops / passed_s / peak
-    return speed
+def throughput(
+    num_tokens: int, num_flops: float | None, passed_s: float, waited_s: float, peak_flops: float
+) -> dict[str, float]:
+    """Metrics of a step that took `passed_s`, `waited_s` of them for data."""
+    values = {"tokens_per_s": num_tokens / passed_s, "data_share": waited_s / passed_s}
+    if num_flops is not None:
+        values["mfu"] = num_flops / passed_s / peak_flops
+    return values

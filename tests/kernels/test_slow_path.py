@@ -17,8 +17,8 @@ DTYPES = (*HALF, torch.float32, torch.float64)
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "_warned", set())
+def fresh() -> None:
+    log.warn_once.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

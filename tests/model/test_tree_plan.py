@@ -191,9 +191,8 @@ def test_trees_the_cuda_kernel_refuses_are_exact_and_warn_once(
     dtype: torch.dtype,
     expected: str | None,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(log, "_warned", set())
+    log.warn_once.cache_clear()
     plan = Trees(flatten(build(two_branches())))
     attend = ScheduledTreeAttend(make_schedule(plan.layout, torch.device("cpu")), plan.layout)
     q, k, v = (torch.randn(5, heads, 8, dtype=dtype) for heads in (2, 1, 1))

@@ -39,9 +39,9 @@ def test_unknown_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_warning_comes_once_for_each_logger_and_text(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(log, "_warned", set())
+    log.warn_once.cache_clear()
     first, second = logging.getLogger("m2forge.first"), logging.getLogger("m2forge.second")
     for _ in range(3):
         log.warn_once(first, "100% slow")

@@ -30,9 +30,9 @@ def test_what_cuda_graphs_cannot_hold_has_a_reason() -> None:
 
 @pytest.mark.parametrize(("dtype", "num"), [(torch.float16, 1), (torch.bfloat16, 0), (torch.float64, 0)])
 def test_an_engine_in_float16_on_a_cpu_warns_once(
-    dtype: torch.dtype, num: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, num: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(log, "_warned", set())
+    log.warn_once.cache_clear()
     model = build(SMALL, dtype=dtype)
     for _ in range(2):
         Runner(model, CONFIG)

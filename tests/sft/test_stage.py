@@ -135,7 +135,7 @@ def test_padding_on_cuda_counts_no_token_and_changes_no_figure(
 def test_tokens_per_second_and_mfu_count_no_padding(
     config: SFTConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step_rows, speed = TrainEngine.step_rows, loop.__dict__["_speed"]
+    step_rows, throughput = TrainEngine.step_rows, loop.throughput
     packs: list[list[Pack]] = []
 
     def note(self: TrainEngine, given: list[Pack], **options: Any) -> PendingMetrics:
@@ -145,7 +145,11 @@ def test_tokens_per_second_and_mfu_count_no_padding(
     monkeypatch.setattr(TrainEngine, "pads", True)
     monkeypatch.setattr(TrainEngine, "step_rows", note)
     # Every step takes 2 s on a machine of 1e9 FLOP/s.
-    monkeypatch.setattr(loop, "_speed", lambda step, passed_s, waited_s, peak: speed(step, 2.0, waited_s, 1e9))
+    monkeypatch.setattr(
+        loop,
+        "throughput",
+        lambda num_tokens, num_flops, passed_s, waited_s, peak: throughput(num_tokens, num_flops, 2.0, waited_s, 1e9),
+    )
     network = read_config(run_sft(config, tmp_path))
     steps = read_metrics(tmp_path / "small" / "metrics.jsonl")
     cost = TokenCost(network, config.data.context)

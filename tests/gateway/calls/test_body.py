@@ -101,14 +101,14 @@ def test_texts_that_are_encoded_ahead_become_the_same_prompts(make: Any, monkeyp
     for most_chars in (1 << 30, 20):
         monkeypatch.setattr(calls, "MAX_CHARS", most_chars)
         threads: set[str] = set()
-        encode = Tokenizer._encode
+        encode = Tokenizer.encode_batch
 
         def note(self: Tokenizer, texts: Any, encode: Any = encode, threads: set[str] = threads) -> Any:
             threads.add(threading.current_thread().name.partition("_")[0])
             return encode(self, texts)
 
         with monkeypatch.context() as patch, live(make()) as gateway:
-            patch.setattr(Tokenizer, "_encode", note)
+            patch.setattr(Tokenizer, "encode_batch", note)
             _, key = gateway.episode()
             messages: list[dict[str, Any]] = [{"role": "system", "content": "Many words, and more of them."}]
             for turn in range(3):
@@ -141,7 +141,7 @@ def test_encoding_ahead_changes_no_ids() -> None:
 def test_a_retry_waits_while_the_first_prompt_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     with live(minimax()) as gateway:
         episode, key = gateway.episode()
-        encode, is_encoding, goes_on = Tokenizer._encode, threading.Event(), threading.Event()
+        encode, is_encoding, goes_on = Tokenizer.encode_batch, threading.Event(), threading.Event()
 
         def wait(self: Tokenizer, texts: Any) -> Any:
             if threading.current_thread().name.startswith("encode"):
@@ -149,7 +149,7 @@ def test_a_retry_waits_while_the_first_prompt_is_encoded(monkeypatch: pytest.Mon
                 goes_on.wait(60)
             return encode(self, texts)
 
-        monkeypatch.setattr(Tokenizer, "_encode", wait)
+        monkeypatch.setattr(Tokenizer, "encode_batch", wait)
         monkeypatch.setattr(calls, "MAX_CHARS", 50)
         sent = BODY | {"messages": [{"role": "user", "content": "some words " * 20}], "max_tokens": 4}
         answers: list[httpx2.Response] = []

@@ -36,7 +36,7 @@ KINDS = [
 def kernel(request: pytest.FixtureRequest) -> Iterator[int]:
     """Every product that this machine can run, whichever is fastest."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "_kernel", lambda: request.param)
+        patch.setattr(linear, "fastest_kernel", lambda: request.param)
         yield request.param
 
 
