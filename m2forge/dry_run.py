@@ -67,7 +67,7 @@ def _styled(line: Line) -> Text:
 def describe_corpus(config: "CorpusConfig", dest: Path, num_workers: int) -> Iterator[tuple[str, str]]:
     from m2forge.corpus.manifest import MANIFEST_NAME
     from m2forge.corpus.read.source import list_parts
-    from m2forge.corpus.write.work import work_root
+    from m2forge.corpus.write.stage_store import work_root
 
     total = 0
     for index, source in enumerate(config.sources):
@@ -93,7 +93,7 @@ def describe_corpus(config: "CorpusConfig", dest: Path, num_workers: int) -> Ite
 
 
 def describe_pretrain(config: "PretrainConfig", runs: Path) -> Iterator[tuple[str, str]]:
-    from m2forge.pretrain.network import has_weights, network_config
+    from m2forge.pretrain.model_config import has_weights, network_config
 
     for phase in config.phases:
         tokens = phase.packs_per_step * phase.pack_tokens

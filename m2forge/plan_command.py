@@ -107,7 +107,7 @@ def network_workload(name: str, network: "ModelConfig") -> "Workload":
 def _pretrain_workload(config: "PretrainConfig") -> "Workload":
     from m2forge.model.preset import resolve_config
     from m2forge.plan.layout import Workload
-    from m2forge.pretrain.network import network_config
+    from m2forge.pretrain.model_config import network_config
     from m2forge.train.activation import MicroBatch
     from m2forge.train.config import WalkConfig
 

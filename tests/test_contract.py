@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from dev.words import count_of, lone_modules
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = "m2forge"
 
@@ -74,6 +76,42 @@ MAX_FUNCTION_LINES = 80
 MAX_TEST_NAME = 60
 FORBIDDEN_WORDS = {"util", "utils", "helper", "helpers", "common", "misc", "manager"}
 MAX_HELP_S = 0.5
+MAX_LONE_MODULES = 40
+REPEATED_NAMES = {
+    # One noun per room: the room says whose it is.
+    "config": "the room's configuration",
+    "app": "the routes of a room's server",
+    "server": "a room's server, assembled",
+    "client": "what a room calls over HTTP",
+    "stage": "a stage: the room's, or a pipeline's",
+    "pipeline": "a pipeline: one per folder of pipelines",
+    "run": "a run of the room: it starts and resumes",
+    "loop": "the loop of a run: over steps, over episodes",
+    "report": "what a room prints or writes about a result",
+    "metrics": "a room's metrics, and the files of all rooms' metrics",
+    "engine": "trains, or samples",
+    "checkpoint": "a model's folder; a training state that contains one",
+    "build": "makes the room's product: a corpus, a network, a tree, a task",
+    "batch": "what a step trains: episodes of the pool, their tensors",
+    "store": "durable records of a room",
+    "source": "readers of a room's inputs",
+    "preset": "named configurations of a room",
+    "worker": "the program in a worker process of the room",
+    "folder": "a folder on disk: of a model, of a task",
+    "environment": "a task's container: as a pipeline builds it, as a folder declares it",
+    "atif": "Harbor's trajectory format: read, written",
+    "chat": "OpenAI's chat dialect; chat in the terminal",
+    "format": "the protocol of chat formats; the gateway's choice of one",
+    "model": "the model that users open, and the starter's copy for them to edit",
+    "agent": "the agent domain of tasks, and the starter's copy for users to edit",
+    # Two things, of rooms in which files are not renamed lightly.
+    "keeper": "keeps processes alive for their owner: a run's servers, a sandbox's command",
+    "layout": "of GPUs in a plan; of files in an RL run",
+    "state": "of episodes in the pool; of a terminal task's workspace, a file that written folders carry",
+    "answer": "compared in tasks, a file that written folders carry; extracted in pipelines",
+    "sample": "of a completion; of the files that a terminal task shows",
+}
+"""File names that occur more than once, and what they stand for. Every other name stands for one file."""
 PRIVATE = r"_[^_].*"
 NAMED_ACCESS = ("getattr", "setattr", "delattr", "hasattr")
 """Functions, and methods such as monkeypatch's, that take an attribute's name as a string."""
@@ -98,6 +136,8 @@ class _Source:
     """What the rules need of a file. Its syntax tree is not stored: half a million nodes would slow every test down."""
 
     outline: ast.Module
+    num_of: int
+    """Docstrings that begin with "Of"."""
     stored_private: frozenset[str]
     """Private names that it defines or assigns."""
     read_private: tuple[tuple[int, str, str], ...]
@@ -110,6 +150,7 @@ class _Source:
 def _read(text: str) -> _Source:
     """By the text, since tests change files. Most rules read every file, and reading one takes them all their time."""
     tree = ast.parse(text)
+    _, num_of = count_of([tree])
     nodes: list[ast.stmt] = []
     stored, read = set[str](), list[tuple[int, str, str]]()
     for node in ast.walk(tree):
@@ -142,7 +183,7 @@ def _read(text: str) -> _Source:
     private = frozenset(name for name in stored if re.fullmatch(PRIVATE, name))
     accessed = tuple(one for one in read if re.fullmatch(PRIVATE, one[1]) and one[2] not in ("self", "cls"))
     whole = ast.Module([*tree.body[: ast.get_docstring(tree) is not None], *nodes], [])
-    return _Source(whole, private, accessed)
+    return _Source(whole, num_of, private, accessed)
 
 
 def _owner(value: ast.expr) -> str:
@@ -289,6 +330,37 @@ def name_breaches(root: Path) -> list[str]:
     return breaches
 
 
+def repeat_breaches(root: Path) -> list[str]:
+    """File names that stand for two things, and allowed repeats that do not repeat."""
+    places: dict[str, list[str]] = {}
+    for path in sources(root, PACKAGE):
+        if path.name != "__init__.py":
+            places.setdefault(path.stem, []).append(str(path.relative_to(root)))
+    repeated = {name: found for name, found in places.items() if len(found) > 1}
+    breaches = [f"{', '.join(found)}: one name" for name, found in repeated.items() if name not in REPEATED_NAMES]
+    if root == ROOT:
+        breaches += [
+            f"{name} does not repeat: remove it from REPEATED_NAMES" for name in REPEATED_NAMES.keys() - repeated
+        ]
+    return breaches
+
+
+def lone_breaches(root: Path) -> list[str]:
+    lone = lone_modules({name: outline(path) for name, path in modules(root).items()})
+    too_many = (
+        f"{len(lone)} modules have one importer, in their own room, at most {MAX_LONE_MODULES}: {', '.join(lone)}"
+    )
+    return [too_many] if len(lone) > MAX_LONE_MODULES else []
+
+
+def of_breaches(root: Path) -> list[str]:
+    return [
+        f"{path.relative_to(root)}: {num_of} docstrings begin with Of"
+        for path in sources(root, PACKAGE)
+        if (num_of := _read(path.read_text(encoding="utf-8")).num_of)
+    ]
+
+
 def long_files(root: Path) -> list[str]:
     found = []
     for pattern in ("*.py", "*.[ch]"):
@@ -422,6 +494,9 @@ RULES: list[Callable[[Path], list[str]]] = [
     init_breaches,
     docstring_breaches,
     name_breaches,
+    repeat_breaches,
+    lone_breaches,
+    of_breaches,
     function_breaches,
     long_test_names,
     private_breaches,
@@ -477,6 +552,8 @@ PLANTED = [
     (docstring_breaches, "examples/a.py", "x = 1\n", "examples/a.py: no module docstring"),
     (name_breaches, "m2forge/model/tensor_utils.py", "", "'tensor_utils' names no thing"),
     (name_breaches, "m2forge/model/a.py", "class CacheManager:\n    pass\n", "'CacheManager' names no thing"),
+    (repeat_breaches, "m2forge/tree/errors.py", "", "m2forge/errors.py, m2forge/tree/errors.py: one name"),
+    (of_breaches, "m2forge/model/a.py", '"""A."""\nx = 1\n"""Of a thing."""\n', "a.py: 1 docstrings begin with Of"),
     (long_files, "m2forge/model/a.py", "x = 1\n" * (LONG_FILE_LINES + 1), "601 lines, usually at most 600"),
     (long_files, "m2forge/kernels/a.c", "int x;\n" * (LONG_FILE_LINES + 1), "a.c: 601 lines, usually at most 600"),
     (function_breaches, "m2forge/model/a.py", LONG_FUNCTION, "f has 81 lines, at most 80"),
@@ -501,6 +578,14 @@ PLANTED = [
     (torch_breaches, "m2forge/model/__init__.py", "import torch\n", "m2forge.model.config imports torch"),
     (target_breaches, "README.md", "```\nmake demo ARGS=1\n```\n", "README.md: make demo does not exist"),
 ]
+
+
+@pytest.mark.parametrize("num", [MAX_LONE_MODULES, MAX_LONE_MODULES + 1])
+def test_modules_with_one_importer_are_counted(tmp_path: Path, num: int) -> None:
+    lone = {f"m2forge/model/a{number}.py": "" for number in range(num)}
+    imports = "".join(f"import m2forge.model.a{number}\n" for number in range(num))
+    plant(tmp_path, lone | {"m2forge/model/b.py": imports, "m2forge/model/__init__.py": ""})
+    assert len(lone_breaches(tmp_path)) == num - MAX_LONE_MODULES
 
 
 def plant(root: Path, files: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ from m2forge.model.build import build as build_model
 from m2forge.model.checkpoint import save_model
 from m2forge.model.count import count
 from m2forge.pretrain.config import PretrainConfig
-from m2forge.pretrain.network import network_config
+from m2forge.pretrain.model_config import network_config
 from m2forge.rl.config import RLConfig
 from m2forge.train.memory import training_memory
 from tests.model.draw import SMALL

@@ -30,9 +30,9 @@ from m2forge.corpus.read.source import Part
 from m2forge.corpus.token_set import CorpusWriter
 from m2forge.corpus.write.document_table import Tables
 from m2forge.corpus.write.long_sample import long_samples
+from m2forge.corpus.write.stage_store import StageStore, open_stage_store, remove_work
 from m2forge.corpus.write.surviving import Survivors, gather
 from m2forge.corpus.write.tokenise import fingerprint, get_tokenizer, token_dtype, tokenise_part
-from m2forge.corpus.write.work import Work, open_work, remove_work
 from m2forge.errors import ConfigError, DataError, ExistsError
 from m2forge.files import staged_folder, write_atomic
 from m2forge.observe.progress import progress
@@ -117,7 +117,7 @@ def build_corpus(config: CorpusConfig, dest: Path, *, num_workers: int = 1) -> C
     """Build the corpus of `config` at `dest`. A finished build of the same input is reused."""
     if num_workers < 1:
         raise ConfigError(f"num_workers must be at least 1, received {num_workers}")
-    with open_work(config, dest) as work:
+    with open_stage_store(config, dest) as work:
         try:
             done = _finished(dest, work)
         except ExistsError:
@@ -137,7 +137,7 @@ def build_corpus(config: CorpusConfig, dest: Path, *, num_workers: int = 1) -> C
     return done
 
 
-def _finished(dest: Path, work: Work) -> CorpusReport | None:
+def _finished(dest: Path, work: StageStore) -> CorpusReport | None:
     if (dest / MANIFEST_NAME).exists() and (dest / REPORT_NAME).exists():
         report = read_report(dest)
         if report.fingerprint == work.fingerprint:
@@ -147,7 +147,7 @@ def _finished(dest: Path, work: Work) -> CorpusReport | None:
     return None
 
 
-def _build(config: CorpusConfig, work: Work, dest: Path, num_workers: int) -> CorpusReport:
+def _build(config: CorpusConfig, work: StageStore, dest: Path, num_workers: int) -> CorpusReport:
     _scan(config, work, num_workers)
     scanned = Tables(work.stage_folders("scan"))
     repeat = _deduplicate(config, work, scanned)
@@ -165,7 +165,7 @@ def _build(config: CorpusConfig, work: Work, dest: Path, num_workers: int) -> Co
     return read_report(dest)
 
 
-def _scan(config: CorpusConfig, work: Work, num_workers: int) -> None:
+def _scan(config: CorpusConfig, work: StageStore, num_workers: int) -> None:
     classifier_path = None
     if config.quality.classifier is not None:
         classifier_path = work.folder / CLASSIFIER_NAME
@@ -206,14 +206,14 @@ def _in_order(function: Callable[[Job], int], jobs: Iterable[Job], num_workers: 
             pool.shutdown(cancel_futures=True)
 
 
-def _deduplicate(config: CorpusConfig, work: Work, scanned: Tables) -> npt.NDArray[np.uint8]:
+def _deduplicate(config: CorpusConfig, work: StageStore, scanned: Tables) -> npt.NDArray[np.uint8]:
     path = work.folder / "repeat.bin"
     if not path.exists():
         write_atomic(path, find_duplicates(scanned, config.dedup, num_bands(config)).tobytes())
     return np.fromfile(path, np.uint8)
 
 
-def _tokenise(work: Work, scanned: Tables, is_surviving: npt.NDArray[np.bool_], tokenizer: Tokenizer) -> None:
+def _tokenise(work: StageStore, scanned: Tables, is_surviving: npt.NDArray[np.bool_], tokenizer: Tokenizer) -> None:
     with progress(int(is_surviving.sum()), "tokenise") as bar:
         for index, table in enumerate(scanned.parts):
             surviving = is_surviving[scanned.first[index] : scanned.first[index + 1]]
@@ -225,7 +225,7 @@ def _tokenise(work: Work, scanned: Tables, is_surviving: npt.NDArray[np.bool_], 
 
 def _assemble(
     config: CorpusConfig,
-    work: Work,
+    work: StageStore,
     scanned: Tables,
     repeat: npt.NDArray[np.uint8],
     tokenizer: Tokenizer,

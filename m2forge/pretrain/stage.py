@@ -17,7 +17,7 @@ from m2forge.model.hub import pinned
 from m2forge.model.start import Start, start_from
 from m2forge.observe.tracker import require_writers
 from m2forge.pretrain.config import PretrainConfig, PretrainEvalConfig
-from m2forge.pretrain.network import network_config, start_folder
+from m2forge.pretrain.model_config import network_config, start_folder
 from m2forge.records import JsonValue, Pack
 from m2forge.text.tokenizer import load_tokenizer
 from m2forge.train.evaluation import Evaluation

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from m2forge.errors import FormatError
 from m2forge.records import JsonValue
-from m2forge.sft.archive import READ_ERRORS, read_all
+from m2forge.sft.compressed_file import READ_ERRORS, read_all
 from m2forge.sft.report import Note, Problem, Rejection, Report, show
 from m2forge.sft.row_file import parse_object, tools_from_openai
 from m2forge.sft.trajectory import Trajectory, check_order, sort_results

@@ -31,8 +31,8 @@ from typing import Literal
 
 from m2forge.errors import ConfigError, DataError, FormatError, NotFoundError
 from m2forge.files import staged_folder
-from m2forge.sft.archive import plain_suffix
 from m2forge.sft.atif import read_atif
+from m2forge.sft.compressed_file import plain_suffix
 from m2forge.sft.config import PromptPart, SFTDataConfig, SourceConfig
 from m2forge.sft.encode import Encoded, encode
 from m2forge.sft.report import Note, Rejection, Report

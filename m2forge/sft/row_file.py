@@ -27,7 +27,7 @@ from m2forge.corpus.read.extra import Arrow, arrow, parquet
 from m2forge.corpus.read.file import checked_page_sizes
 from m2forge.errors import DataError, FormatError
 from m2forge.records import JsonValue
-from m2forge.sft.archive import READ_ERRORS, read_lines
+from m2forge.sft.compressed_file import READ_ERRORS, read_lines
 from m2forge.sft.report import Problem, Rejection, Report, show
 from m2forge.sft.row import ACCEPTED, REQUIRED, RowFormat, columns_of, detect_format, to_openai
 from m2forge.sft.trajectory import Trajectory, check_order, sort_results

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from m2forge.model.config import WindowConfig
 from m2forge.model.plan import Attend, AttentionPlan, LayeredAttend
+from m2forge.train.all_to_all import Route
 from m2forge.train.batch import BatchT
-from m2forge.train.exchange import Route
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from m2forge.kernels.arithmetic import raised
 from m2forge.kernels.expert import Dispatch, dispatch_some, expert_ffn
-from m2forge.train.exchange import make_route
+from m2forge.train.all_to_all import make_route
 
 
 @dataclass(frozen=True)

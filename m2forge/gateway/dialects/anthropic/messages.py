@@ -493,7 +493,7 @@ _quote = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class MessagesStream:
-    """See `exchange.Stream`."""
+    """See `types.Stream`."""
 
     def __init__(self, model: str, id: str, *, is_omitted: bool) -> None:
         self._model, self._id, self._is_omitted = model, id, is_omitted

@@ -206,7 +206,7 @@ class _Item:
 
 
 class ResponsesStream:
-    """See `exchange.Stream`."""
+    """See `types.Stream`."""
 
     def __init__(self, ask: Ask, id: str, created_s: int) -> None:
         self._ask, self._id = ask, id

@@ -21,7 +21,7 @@ from m2forge.errors import ExistsError
 PARTS_NAME = "parts.jsonl"
 
 
-class Work:
+class StageStore:
     def __init__(self, folder: Path, fingerprint: str, num_parts: int) -> None:
         self.folder = folder
         self.fingerprint = fingerprint
@@ -43,7 +43,7 @@ class Work:
 
 
 @contextmanager
-def open_work(config: CorpusConfig, dest: Path) -> Iterator[Work]:
+def open_stage_store(config: CorpusConfig, dest: Path) -> Iterator[StageStore]:
     """Create or reopen the work folder of a build. The caller removes it with `remove_work` at the end."""
     root = work_root(dest)
     root.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def open_work(config: CorpusConfig, dest: Path) -> Iterator[Work]:
         for partial in [*folder.glob(".*.partial"), *folder.glob("*/.*.partial")]:
             shutil.rmtree(partial)
         listed.replace(folder / PARTS_NAME)
-        yield Work(folder, fingerprint, num_parts)
+        yield StageStore(folder, fingerprint, num_parts)
 
 
 def remove_work(dest: Path) -> None:

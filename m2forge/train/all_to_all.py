@@ -28,7 +28,7 @@ class Route:
     def back(self) -> "Route":
         return Route(self.group, self.num_received_R, self.num_sent_R)
 
-    def exchange(self, rows: Tensor) -> Tensor:
+    def send_detached(self, rows: Tensor) -> Tensor:
         """`send` without gradients."""
         received = rows.new_empty(sum(self.num_received_R), *rows.shape[1:])
         splits = (list(self.num_received_R), list(self.num_sent_R))
@@ -48,8 +48,8 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
         ctx.route = route
-        return route.exchange(rows)
+        return route.send_detached(rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.route.back().exchange(grad), None
+        return ctx.route.back().send_detached(grad), None
