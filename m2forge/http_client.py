@@ -16,7 +16,7 @@ import asyncio
 import base64
 import json
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 from urllib.parse import unquote, urlencode, urlsplit
@@ -61,9 +61,15 @@ class Response:
 class HttpClient:
     """A client of one server."""
 
-    def __init__(self, url: str, *, key: str | None = None) -> None:
-        """`key` is sent as a bearer token; a user and password in the URL are sent too, if there is no key."""
-        self.url, self.is_closed = url.rstrip("/"), False
+    def __init__(self, url: str | Callable[[], str], *, key: str | None = None) -> None:
+        """`url`: of the server, or a function that returns it, for one that may move: each new connection goes to its
+        current URL, and requests in flight at the previous one fail. `key` is sent as a bearer token; a user and
+        password in the URL are sent too, if there is no key."""
+        self._find_url, self._key, self.is_closed = url if callable(url) else None, key, False
+        self._connections = self._point_to(url() if callable(url) else url)
+
+    def _point_to(self, url: str) -> "ConnectionPool":
+        self.url = url.rstrip("/")
         parts = urlsplit(self.url)
         try:
             port = parts.port
@@ -76,14 +82,13 @@ class HttpClient:
         if parts.username is not None:
             pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             headers["Authorization"] = f"Basic {base64.b64encode(pair.encode()).decode()}"
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
         self._headers = _header_lines(headers)
         self._path = parts.path.rstrip("/").encode()
         is_secure = parts.scheme == "https"
-        self._connections = ConnectionPool(
-            parts.hostname, port or (443 if is_secure else 80), is_secure=is_secure, idle_s=IDLE_S
-        )
+        port = port or (443 if is_secure else 80)
+        return ConnectionPool(parts.hostname, port, is_secure=is_secure, idle_s=IDLE_S)
 
     async def request(
         self,
@@ -108,6 +113,9 @@ class HttpClient:
         """A connection for one streamed exchange, which the caller must `release`."""
         if self.is_closed:
             raise UnreachableError("the client is closed")
+        if self._find_url is not None and (url := self._find_url()) != self.url:
+            self._connections.close()
+            self._connections = self._point_to(url)
         return await self._connections.take()
 
     def send(

@@ -270,3 +270,39 @@ def test_each_failure_has_its_error() -> None:
 def test_an_address_or_key_that_cannot_be_sent_is_refused(url: str, key: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         HttpClient(url, key=key)
+
+
+def test_requests_follow_a_server_that_moves() -> None:
+    async def serve(body: bytes) -> asyncio.Server:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            head = await reader.readuntil(b"\r\n\r\n")
+            if b" /slow " not in head:
+                writer.write(told(body + b" " + head.split(b"Host: ")[1].split(b"\r\n")[0]))
+            with contextlib.suppress(ConnectionError):
+                await reader.read()
+            writer.close()
+
+        return await asyncio.start_server(answer, "127.0.0.1", 0)
+
+    def url_of(server: asyncio.Server) -> str:
+        return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    async def run() -> None:
+        first, second = await serve(b"first"), await serve(b"second")
+        url = url_of(first)
+        client = HttpClient(lambda: url)
+        async with asyncio.timeout(60):
+            waiting = asyncio.create_task(client.request("GET", "/slow"))
+            assert (await client.request("GET", "/")).text == f"first {url[7:]}"
+            url = url_of(second)
+            assert (await client.request("GET", "/")).text == f"second {url[7:]}"
+            with pytest.raises(BrokenOffError):
+                await waiting
+        assert client.url == url
+        client.close()
+        for server in (first, second):
+            server.close()
+            await server.wait_closed()
+        await asyncio.sleep(0.1)  # until the server's side of the connections is closed
+
+    asyncio.run(run())

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
@@ -46,13 +46,25 @@ class RefusedError(EngineError):
 class GatewayAdmin:
     """See `Gateway`."""
 
-    def __init__(self, url: str, key: str, *, budget: Budget | None = None, sampling: Sampling | None = None) -> None:
-        """`budget` and `sampling`: those of attempts, unless an attempt's overrides say otherwise."""
-        self.url, self._budget, self._sampling = url, budget or Budget(), sampling
+    def __init__(
+        self,
+        url: str | Callable[[], str],
+        key: str,
+        *,
+        budget: Budget | None = None,
+        sampling: Sampling | None = None,
+    ) -> None:
+        """`url`: of the gateway, or a function that returns it, for one that may move. `budget` and `sampling`: those
+        of attempts, unless an attempt's overrides say otherwise."""
+        self._budget, self._sampling = budget or Budget(), sampling
         self._http = HttpClient(url, key=key)
         self._seats = asyncio.Semaphore(MAX_AT_ONCE)
         self._to_delete: list[str] = []
         self._deleting: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        return self._http.url
 
     async def __aenter__(self) -> Self:
         return self

@@ -23,15 +23,18 @@ _END = b"[DONE]"
 class Client:
     def __init__(
         self,
-        url: str,
+        url: str | Callable[[], str],
         *,
         key: str | None = None,
         read_error: Callable[[object, int], M2ForgeError],
     ) -> None:
-        """`key` is sent as a bearer token. `read_error` takes an error response's JSON, or else its text, and its
+        """`url` and `key`: see `HttpClient`. `read_error` takes an error response's JSON, or else its text, and its
         status."""
         self._http, self._read_error = HttpClient(url, key=key), read_error
-        self.url = self._http.url
+
+    @property
+    def url(self) -> str:
+        return self._http.url
 
     async def get(self, path: str, parameters: Mapping[str, str] | None = None) -> str:
         return await self._send("GET", path, parameters=parameters, timeout_s=ANSWER_S)

@@ -5,7 +5,7 @@ them. A lost connection raises an `EngineError`; no request is retried, because 
 second time.
 """
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from pathlib import Path
 
@@ -20,8 +20,9 @@ from m2forge.rollout.server import wire
 class RemoteEngine:
     """See `Engine`. The server must be able to read the folders that it is asked to load."""
 
-    def __init__(self, url: str, *, key: str | None = None) -> None:
-        """`key`: the server's API key, sent with every request."""
+    def __init__(self, url: str | Callable[[], str], *, key: str | None = None) -> None:
+        """`url`: of the server, or a function that returns it, for one that may move. `key`: its API key, sent with
+        every request."""
         self._client = Client(url, key=key, read_error=wire.read_error)
 
     async def generate(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
