@@ -122,7 +122,7 @@ def image_of(path: Path, expected: object, images: Mapping[str, Tensor]) -> Imag
     content = images.get(path.name)
     if content is None:
         return None
-    if hashlib.blake2b(memoryview(content.numpy()), digest_size=16).hexdigest() != expected:
+    if hashlib.blake2b(content.numpy().data, digest_size=16).hexdigest() != expected:
         _log.warning("%s: the broadcast brought other bytes than the manifest states; reading the file", path)
         return None
     return Image(content)

@@ -188,7 +188,8 @@ def _window_rows(connection: Connection, size: int, wanted: Wanted) -> Sequence[
 
 def _unit(row: UnitRow) -> Unit:
     # Unpacked, since a window has many rows, and a look at a column by its name costs as much as the rest.
-    _, place, group, _, stage, domain, state, _, oldest_step, taken_before, num_tokens = row
+    values: tuple[Any, ...] = row.tuple()
+    _, place, group, _, stage, domain, state, _, oldest_step, taken_before, num_tokens = values
     label, is_finished = make_label(stage, domain), state == UnitState.READY
     return Unit(place, group, label, is_finished, oldest_step, taken_before, num_tokens)
 
