@@ -142,7 +142,7 @@ async def _served(config: RLConfig, model: Path, folder: Path) -> AsyncIterator[
     open_run(folder, config, None)
     layout.weight_store(config, find_companions(model)).publish(load_model(model), 0)
     format = make_format(config.gateway.format, load_tokenizer(model))
-    launcher = LocalLauncher(layout.log)
+    launcher = LocalLauncher(layout.log, layout.processes)
     servers = await make_servers(launcher, layout)
     children = servers.sampler.child, servers.gateway.child
     keeping = [asyncio.create_task(child.supervise()) for child in children]

@@ -12,6 +12,7 @@ WAITING = (
     "tests/test_install.py",
     "tests/rl/test_restart.py",
     "tests/rl/test_hosts.py",
+    "tests/rl/test_ray.py",
     "tests/tasks/test_runner.py",
     "tests/rl/test_attempts.py",
     "tests/rl/test_own_tasks.py",

@@ -83,7 +83,7 @@ def test_the_pins_are_what_is_needed_and_no_more(file: str, requirements: list[s
 
 def test_the_development_pins_hold_every_extra() -> None:
     pins = read_pins("dev.txt")
-    needed = closure([text for name in ("corpus", "demo", "gguf", "postgres", "tasks") for text in extra(name)])
+    needed = closure([text for name in ("corpus", "demo", "gguf", "postgres", "ray", "tasks") for text in extra(name)])
     assert set(needed) - set(pins) == set()
     tools = {canonicalize_name(Requirement(text).name) for text in extra("dev")} - {"m2forge"}
     assert tools - set(pins) == set()

@@ -1,20 +1,51 @@
-"""Configuration of the processes of a run: which of them run attempts.
+"""Configuration of the processes of a run: on which machines they run, and which of them run attempts.
 
 [cluster]
+launcher = "ray"
 agent_hosts = 2
+
+[cluster.ray]
+trainer_gpus = 8
+sampler_gpus = 4
 """
 
-from typing import Annotated
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from m2forge.config import Config
 
 
+class RayConfig(Config):
+    """What a run asks of a Ray cluster. Each process is placed as a whole: the ranks of a trainer share a node."""
+
+    address: str = Field(default="auto", pattern=r"^(auto|[^:/\s]+:\d+)$")
+    """HOST:PORT of the cluster's head. auto: what `RAY_ADDRESS` says, or the cluster that this machine belongs to."""
+    cpus: Annotated[float, Field(gt=0)] = 1.0
+    """CPUs that each process reserves."""
+    trainer_gpus: Annotated[int, Field(ge=0)] = 0
+    sampler_gpus: Annotated[int, Field(ge=0)] = 0
+    gpu: str | None = Field(default=None, min_length=1)
+    """The type of these GPUs as Ray names it, such as H200; None: any."""
+    start_s: Annotated[float, Field(gt=0)] = 120.0
+    """How long the run waits at its start for nodes to answer and for what it reserves."""
+
+
 class ClusterConfig(Config):
+    launcher: Literal["local", "ray"] = "local"
+    """local: all processes run on this machine. ray: on the nodes of a Ray cluster (`pip install m2forge[ray]`)."""
     agent_hosts: Annotated[int, Field(ge=0)] = 0
     """Processes that run training attempts, each as many at a time as `agent` allows. 0: the loop runs them itself,
     which needs fewer processes; they then end with it. With hosts, attempts outlive a loop that is killed, and the loop
     runs only the attempts of evaluations."""
     outlive_s: Annotated[float, Field(gt=0)] = 600.0
     """How long agent hosts, gateway and sampler go on after the loop was killed, until a resumed loop finds them."""
+    ray: RayConfig = RayConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.launcher == "local" and self.ray != RayConfig():
+            raise ValueError('cluster.ray has no effect with launcher = "local"; set launcher = "ray" or leave it out')
+        if self.ray.gpu is not None and not self.ray.trainer_gpus + self.ray.sampler_gpus:
+            raise ValueError("cluster.ray.gpu: the run asks for no GPU; set trainer_gpus or sampler_gpus")
+        return self

@@ -2,9 +2,10 @@
 
     loop ── launch, start, stop ──▶ keeper ── children ──▶ sampler, gateway, host-0, host-1, …
 
-    python -m m2forge.cluster.keeper FOLDER OUTLIVE_S FINGERPRINT
+    python -m m2forge.cluster.keeper FOLDER OUTLIVE_S FINGERPRINT [PLAN]
 
-FOLDER is the run's, which only its owner can enter. Loop and keeper exchange lines of JSON over a Unix socket in it:
+FOLDER is the run's, which only its owner can enter. With PLAN, the JSON of a `RayPlan`, the roles run on the nodes of a
+Ray cluster, otherwise as children on this machine. Loop and keeper exchange lines of JSON over a Unix socket in it:
 
     {"do": "launch", "role": {…}}              {"name", "url", "keys"}: of the role, which may already run
     {"do": "start" or "stop", "name"}          {"name", "ended": error or null} once it has ended
@@ -19,11 +20,9 @@ launches the roles again at the same addresses and with the same keys.
 import asyncio
 import contextlib
 import fcntl
-import hashlib
 import json
 import logging
 import os
-import platform
 import signal
 import socket
 import sys
@@ -34,10 +33,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import m2forge
-from m2forge.cluster.launcher import Role
-from m2forge.cluster.local import MAX_DEATHS, SHORT_S, Child, LocalLauncher
-from m2forge.cluster.process_record import record_size
+from m2forge.cluster.launcher import Launched, Launcher, Role, code_digest
+from m2forge.cluster.local import MAX_DEATHS, SHORT_S, LocalLauncher
+from m2forge.cluster.process_record import RoleUrl, record_size
+from m2forge.cluster.ray_launcher import RayLauncher, RayPlan
 from m2forge.errors import EngineError, M2ForgeError
 from m2forge.observe.log import set_up_logging
 
@@ -54,17 +53,6 @@ _log = logging.getLogger(__name__)
 def fingerprint(configuration: str) -> str:
     """Digest of everything that decides what the run's processes do on this machine."""
     return code_digest(sys.executable, str(Path.cwd()), configuration)
-
-
-def code_digest(*texts: str) -> str:
-    """Digest of the package's source and of what is given."""
-    digest = hashlib.sha256()
-    root = Path(m2forge.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    for text in texts:
-        digest.update(b"\0" + text.encode())
-    return digest.hexdigest()
 
 
 @contextlib.contextmanager
@@ -90,8 +78,10 @@ def _line(message: dict[str, Any]) -> bytes:
 class KeptLauncher:
     """See `Launcher`."""
 
-    def __init__(self, folder: Path, fingerprint: str, outlive_s: float) -> None:
+    def __init__(self, folder: Path, fingerprint: str, outlive_s: float, plan: RayPlan | None = None) -> None:
+        """`plan`: for roles on a Ray cluster."""
         self._folder, self._fingerprint, self._outlive_s = folder, fingerprint, outlive_s
+        self._plan = [] if plan is None else [plan.to_json()]
         self._roles: dict[str, KeptRole] = {}
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -155,6 +145,7 @@ class KeptLauncher:
         with log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", MODULE, str(self._folder), str(self._outlive_s), self._fingerprint),
+                *self._plan,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -211,11 +202,16 @@ class KeptRole:
     """See `Launched`."""
 
     def __init__(self, role: Role, record_folder: Path, send: Callable[[dict[str, Any]], None]) -> None:
-        self.name, self.node, self.url, self.keys = role.name, platform.node(), "", role.keys
+        self.name, self.keys = role.name, role.keys
+        self._find_url: Callable[[], str] = lambda: ""
         self._role, self._record_folder, self._send = role, record_folder, send
         self.placed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._is_started = False
+
+    @property
+    def url(self) -> str:
+        return self._find_url()
 
     @property
     def num_starts(self) -> int:
@@ -234,9 +230,11 @@ class KeptRole:
         await asyncio.wait({self._ended})
 
     def place(self, url: str, keys: tuple[str, ...]) -> None:
-        self.url, self.keys = url, keys
-        parts = urlsplit(url)
-        address = None if self._role.address is None else (str(parts.hostname), int(parts.port or 0))
+        self.keys = keys
+        parts, address = urlsplit(url), None
+        if self._role.address is not None:
+            self._find_url = RoleUrl(self._record_folder, self.name)
+            address = (str(parts.hostname), int(parts.port or 0))
         self._role = replace(self._role, keys=keys, address=address)
         if not self.placed.done():
             self.placed.set_result(None)
@@ -268,14 +266,13 @@ class KeptRole:
 @dataclass
 class _Kept:
     role: Role
-    child: Child
+    child: Launched
     running: asyncio.Task[None] | None = None
 
 
 class Keeper:
-    def __init__(self, folder: Path, outlive_s: float, fingerprint: str) -> None:
-        self._folder, self._outlive_s, self._fingerprint = folder, outlive_s, fingerprint
-        self._launcher = LocalLauncher(folder / LOG_FOLDER, folder / RECORD_FOLDER)
+    def __init__(self, folder: Path, outlive_s: float, fingerprint: str, launcher: Launcher) -> None:
+        self._folder, self._outlive_s, self._fingerprint, self._launcher = folder, outlive_s, fingerprint, launcher
         self._kept: dict[str, _Kept] = {}
         self._over = asyncio.Event()
         self._loop: asyncio.StreamWriter | None = None
@@ -379,13 +376,15 @@ def read_role(data: dict[str, Any]) -> Role:
     return Role(data["name"], tuple(data["command"]), tuple(data["keys"]), address)
 
 
-def main(folder: Path, outlive_s: float, fingerprint: str) -> None:
+def main(folder: Path, outlive_s: float, fingerprint: str, plan: str | None = None) -> None:
+    log, records = folder / LOG_FOLDER, folder / RECORD_FOLDER
+    launcher = LocalLauncher(log, records) if plan is None else RayLauncher(RayPlan.read(plan), log, records)
     with (folder / LOCK_FILE).open("w") as lock:
         # The keeper before it may still be ending its processes.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        asyncio.run(Keeper(folder, outlive_s, fingerprint).run())
+        asyncio.run(Keeper(folder, outlive_s, fingerprint, launcher).run())
 
 
 if __name__ == "__main__":
     set_up_logging()
-    main(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:])

@@ -4,16 +4,20 @@
     await launched.supervise()                 runs it until it is stopped or its work is complete
     await launched.stop()
 
-A role is a module that runs as `python -m` would run it. The launcher decides where; `local` runs all roles on this
-machine. A server's listening socket belongs to the launcher, so it outlives the server: a client that connects during a
-restart waits instead of being refused, and an agent whose client library retries broken connections continues.
+A role is a module that runs as `python -m` would run it. The launcher decides where: `local` runs all roles on this
+machine, `ray_launcher` on the nodes of a Ray cluster. A server's listening socket belongs to the launcher, so it
+outlives the server: a client that connects during a restart waits instead of being refused, and an agent whose client
+library retries broken connections continues.
 """
 
+import hashlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NoReturn, Protocol
 
+import m2forge
 from m2forge.errors import M2ForgeError
 
 SOCKET = "{socket}"
@@ -36,14 +40,17 @@ class Role:
 
 class Launched(Protocol):
     name: str
-    node: str
-    """Name of the machine that it runs on."""
-    url: str
-    """Empty if it serves nothing."""
     keys: tuple[str, ...]
 
     @property
-    def num_starts(self) -> int: ...
+    def url(self) -> str:
+        """Empty if it serves nothing. It changes if the role moves to another node."""
+        ...
+
+    @property
+    def num_starts(self) -> int:
+        """A number that changes whenever its process starts, before the process can answer anything."""
+        ...
 
     async def supervise(self) -> None:
         """Run it, restarting it until it is stopped or exits with 0 and its work is complete. Every other exit counts
@@ -61,6 +68,17 @@ class Launcher(Protocol):
     async def close(self) -> None:
         """Close the listening sockets; call it after all processes have ended."""
         ...
+
+
+def code_digest(*texts: str) -> str:
+    """Digest of the package's source and of what is given."""
+    digest = hashlib.sha256()
+    root = Path(m2forge.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    for text in texts:
+        digest.update(b"\0" + text.encode())
+    return digest.hexdigest()
 
 
 def end_with_error(error: M2ForgeError) -> NoReturn:

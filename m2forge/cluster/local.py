@@ -37,9 +37,10 @@ _log = logging.getLogger(__name__)
 class LocalLauncher:
     """See `Launcher`."""
 
-    def __init__(self, log_folder: Path, record_folder: Path | None = None) -> None:
-        """`record_folder`: of `process_record`; None: starts and ends are not recorded."""
-        self._log_folder, self._record_folder = log_folder, record_folder
+    def __init__(self, log_folder: Path, record_folder: Path | None = None, node: str | None = None) -> None:
+        """`record_folder`: of `process_record`; None: nothing is recorded. `node`: what records call this machine;
+        None: its name."""
+        self._log_folder, self._record_folder, self._node = log_folder, record_folder, node or platform.node()
         self._listeners: list[socket.socket] = []
 
     async def launch(self, role: Role, is_done: Callable[[], bool] = lambda: False) -> "Child":
@@ -48,7 +49,9 @@ class LocalLauncher:
             self._listeners.append(listener)
         child = Child(role, self._log_folder, listener, is_done)
         if self._record_folder is not None:
-            child.record = ProcessRecord(self._record_folder, role.name, child.node)
+            child.record = ProcessRecord(self._record_folder, role.name, self._node)
+            if child.url:
+                child.record.place(child.url)
         return child
 
     async def close(self) -> None:
@@ -66,7 +69,7 @@ class Child:
         listener: socket.socket | None = None,
         is_done: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.name, self.node = role.name, platform.node()
+        self.name = role.name
         self.url = "" if listener is None else address(listener)
         self.keys = role.keys
         self.num_starts = 0

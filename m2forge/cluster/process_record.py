@@ -1,24 +1,33 @@
-"""Starts and ends of a run's processes, for other processes and for the run page.
+"""Where a run's processes serve, start and end, for other processes and for the run page.
 
-    FOLDER/ROLE.jsonl     {"at_s": 1763477271.5, "event": "started", "node": "n1"}
+    FOLDER/ROLE.jsonl     {"at_s": 1763477270.9, "event": "placed", "node": "n1", "url": "http://10.0.0.5:40123"}
+                          {"at_s": 1763477271.5, "event": "started", "node": "n1"}
                           {"at_s": 1763477305.1, "event": "ended", "node": "n1", "status": -9}
 
 A line is written before a process starts and after it ends, and files only grow. So the size of a file tells another
-process, on any machine that shares the folder, whether the role was restarted since it last looked.
+process, on any machine that shares the folder, whether the role was restarted since it last looked. The last URL is
+that of the role; it changes if the role moves to another node.
 """
 
+import contextlib
 import json
 import time
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from m2forge.errors import EngineError
 from m2forge.files import append_line, whole_lines
 
 SUFFIX = ".jsonl"
 
 
+FRESH_S = 1.0
+"""How long a URL is taken to be the role's before the record is read again."""
+
+
 class Event(StrEnum):
+    PLACED = "placed"
     STARTED = "started"
     ENDED = "ended"
 
@@ -40,6 +49,10 @@ class ProcessRecord:
     def __init__(self, folder: Path, role: str, node: str) -> None:
         self._path, self._node = record_path(folder, role), node
         folder.mkdir(parents=True, exist_ok=True)
+
+    def place(self, url: str) -> None:
+        """Record the URL of a server; call it before the server's process starts."""
+        self._append({"event": Event.PLACED, "url": url})
 
     def start(self) -> None:
         self._append({"event": Event.STARTED})
@@ -63,6 +76,34 @@ def record_size(folder: Path, role: str) -> int:
             return file.seek(0, 2)
     except FileNotFoundError:
         return 0
+
+
+class RoleUrl:
+    """Call it for the URL under which a role currently serves."""
+
+    def __init__(self, folder: Path, role: str) -> None:
+        self._folder, self._role = folder, role
+        self._url, self._size, self._fresh_until_s = "", 0, 0.0
+
+    def __call__(self) -> str:
+        if time.monotonic() >= self._fresh_until_s:
+            size = record_size(self._folder, self._role)
+            if size != self._size or not self._url:
+                self._url, self._size = read_url(self._folder, self._role), size
+            self._fresh_until_s = time.monotonic() + FRESH_S
+        return self._url
+
+
+def read_url(folder: Path, role: str) -> str:
+    """The URL of a role that has been placed; raises EngineError if it never was."""
+    path, url = record_path(folder, role), ""
+    for line in whole_lines(path.read_bytes() if path.exists() else b""):
+        with contextlib.suppress(ValueError):
+            event = json.loads(line)
+            url = str(event["url"]) if event.get("event") == Event.PLACED else url
+    if not url:
+        raise EngineError(f"{path} holds no URL: the {role} process was never placed")
+    return url
 
 
 def read_histories(folder: Path) -> list[RoleHistory]:

@@ -2,32 +2,37 @@
 
     python -m m2forge.rl.child_main trainer RUN_DIR                     on a mesh, starts itself once for each rank
     python -m m2forge.rl.child_main sampler RUN_DIR SOCKET              serves the newest published weights by HTTP
-    python -m m2forge.rl.child_main gateway RUN_DIR SOCKET SAMPLER_URL
-    python -m m2forge.rl.child_main host RUN_DIR NAME GATEWAY_URL       an agent host (rl/host.py)
+    python -m m2forge.rl.child_main gateway RUN_DIR SOCKET
+    python -m m2forge.rl.child_main host RUN_DIR NAME                   an agent host (rl/host.py)
 
 SOCKET is the file descriptor of a listening socket that outlives the process (cluster/launcher.py). Standard input
-holds the API keys, one per line: the server's own, then for the gateway the sampler's; for a host the gateway's. The
-gateway's process also executes tasks' tools: it runs the families' code in worker processes and adds each call's
+holds the API keys, one per line: the server's own, then for the gateway the sampler's; for a host the gateway's. URLs
+of servers are in the records of their processes. Of trainer and gateway one process runs at a time: if the node of one
+was lost and its process is still alive there, the next waits until it has ended.
+
+The gateway's process also executes tasks' tools: it runs the families' code in worker processes and adds each call's
 latency.
 """
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from m2forge.cluster.launcher import end_with_error
+from m2forge.cluster.process_record import RoleUrl
 from m2forge.config import load_resolved
 from m2forge.errors import ConfigError, TrainingError
 from m2forge.importing import importing
 from m2forge.observe.log import set_up_logging
 from m2forge.records import JsonValue, PolicyVersion, Task
 from m2forge.rl.config import RLConfig
-from m2forge.rl.layout import Layout
+from m2forge.rl.layout import SAMPLER, Layout
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.message import tool_to_openai
 from m2forge.train.run_dir import CONFIG_FILE
@@ -43,30 +48,43 @@ def run_trainer(run_dir: Path) -> None:
     if not machine.mesh.is_single and "RANK" not in os.environ:
         from m2forge.rl.ranks import num_ranks, run_ranks
 
-        sys.exit(run_ranks((MODULE, "trainer", str(run_dir)), num_ranks(machine), Layout(run_dir).log))
+        with alone(run_dir / "trainer.lock"):
+            sys.exit(run_ranks((MODULE, "trainer", str(run_dir)), num_ranks(machine), Layout(run_dir).log))
     with importing():
         from m2forge.rl.trainer import train
 
-    train(run_dir)
+    with contextlib.nullcontext() if "RANK" in os.environ else alone(run_dir / "trainer.lock"):
+        train(run_dir)
+
+
+@contextlib.contextmanager
+def alone(lock: Path) -> Iterator[None]:
+    """Wait until no other process holds the lock, on any machine that shares the run's folder."""
+    with lock.open("w") as file:
+        # Unlike a lock by flock, no forked process can hold this one longer.
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        yield
 
 
 def run_sampler(run_dir: Path, descriptor: str) -> None:
     (key,) = read_keys(1)
     config = load_resolved(RLConfig, run_dir / CONFIG_FILE)
+    listener = socket.socket(fileno=int(descriptor))
     if config.engine.server is not None:
         with importing():
             from m2forge.rl.relay import serve_relay
 
         version, folder = _newest_weights(run_dir, config)
-        serve_relay(config, folder, version, key, _announce, socket.socket(fileno=int(descriptor)))
+        serve_relay(config, folder, version, key, _announce, listener)
         return
     with importing():
         import torch
 
-        from m2forge.rollout.config import ServeConfig
+        from m2forge.rollout.config import ServeConfig, ServerConfig
         from m2forge.rollout.server.model_server import serve_model
 
     version, folder = _newest_weights(run_dir, config)
+    server = ServerConfig(host=listener.getsockname()[0])
     if config.engine.num_threads is not None:
         torch.set_num_threads(config.engine.num_threads)
     serving = ServeConfig(
@@ -76,8 +94,9 @@ def run_sampler(run_dir: Path, descriptor: str) -> None:
         device=config.engine.device,
         dtype=config.engine.dtype,
         rollout=config.engine.rollout,
+        server=server,
     )
-    serve_model(folder, serving, key, _announce, socket.socket(fileno=int(descriptor)))
+    serve_model(folder, serving, key, _announce, listener)
 
 
 def _newest_weights(run_dir: Path, config: RLConfig) -> tuple[PolicyVersion, Path]:
@@ -88,7 +107,7 @@ def _newest_weights(run_dir: Path, config: RLConfig) -> tuple[PolicyVersion, Pat
     return newest
 
 
-def run_gateway(run_dir: Path, descriptor: str, sampler_url: str) -> None:
+def run_gateway(run_dir: Path, descriptor: str) -> None:
     admin_key, sampler_key = read_keys(2)
     with importing():
         from m2forge.gateway.server import serve_gateway
@@ -100,34 +119,37 @@ def run_gateway(run_dir: Path, descriptor: str, sampler_url: str) -> None:
 
     config = load_resolved(RLConfig, run_dir / CONFIG_FILE)
     layout, folder = Layout(run_dir), find_folder(config.model, config.revision)
-    network = read_config(folder)
-    rollout = config.engine.rollout
-    serve_gateway(
-        # The loop has checked it, and logged what it costs if it rewrites its prefix.
-        make_format(config.gateway.format, load_tokenizer(folder)),
-        config.gateway.model_copy(
-            update={
-                "journal": str(layout.journal),
-                "records_experts": config.policy.replay == "recorded",
-                "max_reward": min(config.gateway.max_reward, MAX_PERF),
-            }
-        ),
-        lambda: RemoteEngine(sampler_url, key=sampler_key),
-        _announce,
-        admin_key=admin_key,
-        context=min(rollout.max_context or network.max_context, network.max_context),
-        vocab_size=network.vocab_size,
-        listener=socket.socket(fileno=int(descriptor)),
-        open_tool_host=lambda: open_tool_host(config, layout.run_dir / "tools"),
-    )
+    network, rollout = read_config(folder), config.engine.rollout
+    listener = socket.socket(fileno=int(descriptor))
+    own = {
+        # Where others can reach it, every route needs a key.
+        "host": listener.getsockname()[0],
+        "journal": str(layout.journal),
+        "records_experts": config.policy.replay == "recorded",
+        "max_reward": min(config.gateway.max_reward, MAX_PERF),
+    }
+    layout.journal.mkdir(exist_ok=True)
+    with alone(layout.journal / "gateway.lock"):
+        serve_gateway(
+            # The loop has checked it, and logged what it costs if it rewrites its prefix.
+            make_format(config.gateway.format, load_tokenizer(folder)),
+            config.gateway.model_copy(update=own),
+            lambda: RemoteEngine(RoleUrl(layout.processes, SAMPLER), key=sampler_key),
+            _announce,
+            admin_key=admin_key,
+            context=min(rollout.max_context or network.max_context, network.max_context),
+            vocab_size=network.vocab_size,
+            listener=listener,
+            open_tool_host=lambda: open_tool_host(config, layout.run_dir / "tools"),
+        )
 
 
-def run_host(run_dir: Path, name: str, gateway_url: str) -> None:
+def run_host(run_dir: Path, name: str) -> None:
     (key,) = read_keys(1)
     with importing():
         from m2forge.rl import host
 
-    host.run_host(Layout(run_dir), load_resolved(RLConfig, run_dir / CONFIG_FILE), name, gateway_url, key)
+    host.run_host(Layout(run_dir), load_resolved(RLConfig, run_dir / CONFIG_FILE), name, key)
 
 
 def read_keys(num_keys: int) -> list[str]:

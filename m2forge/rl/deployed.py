@@ -231,7 +231,13 @@ def make_episode(episode: Closed, tree: TokenTree, vocab_size: int) -> DeployedE
     )
 
 
-def write_address(path: Path, gateway: Server) -> None:
-    """Write the gateway's URL and admin key for operators; only the file's owner may read it."""
-    write_atomic(path, json.dumps({"url": gateway.url, "key": gateway.key}) + "\n", mode=0o600)
-    _log.info("deployed agents' episodes: the gateway serves on %s, its admin key is in %s", gateway.url, path)
+async def keep_address(path: Path, gateway: Server) -> None:
+    """Write the gateway's URL and admin key for operators, also after it has moved; only the file's owner may read
+    it."""
+    written = ""
+    while True:
+        if (url := gateway.url) != written:
+            await asyncio.to_thread(write_atomic, path, json.dumps({"url": url, "key": gateway.key}) + "\n", mode=0o600)
+            _log.info("deployed agents' episodes: the gateway serves on %s, its admin key is in %s", url, path)
+            written = url
+        await asyncio.sleep(POLL_S)

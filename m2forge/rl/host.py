@@ -13,14 +13,14 @@ other keys, on any host. The death of a host never counts against an attempt.
 import asyncio
 import json
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 
 from m2forge.agents.attempt import AttemptRunner
 from m2forge.agents.workspace import SandboxCounts, Workspaces
 from m2forge.cluster.launcher import end_with_error
-from m2forge.cluster.process_record import record_size
+from m2forge.cluster.process_record import RoleUrl, record_size
 from m2forge.errors import M2ForgeError, RunError
 from m2forge.files import write_atomic
 from m2forge.gateway.episodes.closed_journal import journal_ids
@@ -39,12 +39,12 @@ from m2forge.rl.attempts import (
 )
 from m2forge.rl.config import RLConfig
 from m2forge.rl.gateway_admin import LOOP_EPISODE_ID, GatewayAdmin
-from m2forge.rl.layout import Layout
+from m2forge.rl.layout import GATEWAY, SAMPLER, Layout
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.format import make_format
 from m2forge.text.tokenizer import load_tokenizer
 
-SERVERS = ("sampler", "gateway")
+SERVERS = (SAMPLER, GATEWAY)
 """Roles whose restart interrupts attempts."""
 POLL_S = 0.02
 COUNTS_S = 1.0
@@ -56,15 +56,15 @@ def host_names(config: RLConfig) -> list[str]:
     return [f"host-{index}" for index in range(config.cluster.agent_hosts)]
 
 
-def run_host(layout: Layout, config: RLConfig, name: str, gateway_url: str, key: str) -> None:
+def run_host(layout: Layout, config: RLConfig, name: str, key: str) -> None:
     """Run attempts until SIGTERM. A failure that every retry would repeat ends the run."""
     try:
-        asyncio.run(_run(layout, config, name, gateway_url, key))
+        asyncio.run(_run(layout, config, name, key))
     except RunError as error:
         end_with_error(error)
 
 
-async def _run(layout: Layout, config: RLConfig, name: str, gateway_url: str, key: str) -> None:
+async def _run(layout: Layout, config: RLConfig, name: str, key: str) -> None:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -74,7 +74,7 @@ async def _run(layout: Layout, config: RLConfig, name: str, gateway_url: str, ke
         vocab_size = read_config(folder).vocab_size
         with Pool(layout.pool(config.pool), vocab_size, wait_s=config.pool.reconnect_s) as pool:
             async with (
-                open_admin(config, gateway_url, key) as admin,
+                open_admin(config, RoleUrl(layout.processes, GATEWAY), key) as admin,
                 open_agent(config.agent, layout.agents / name, format) as agent,
                 open_tasks(config, layout.run_dir / "verify" / name) as tasks,
                 PoolWriter(pool) as writer,
@@ -127,7 +127,7 @@ async def _attempt(layout: Layout, config: RLConfig, name: str, writer: PoolWrit
         await cancel_all([*working, *leasing.running])
 
 
-def open_admin(config: RLConfig, url: str, key: str) -> GatewayAdmin:
+def open_admin(config: RLConfig, url: Callable[[], str], key: str) -> GatewayAdmin:
     return GatewayAdmin(url, key, budget=config.agent.budget, sampling=config.agent.sampling.record())
 
 

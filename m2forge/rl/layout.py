@@ -12,7 +12,8 @@
                 workspaces/         workspace and home of each attempt in flight, with agent hosts in a folder per host
                 sandboxes.json      numbers of the attempts' sandboxes, about every second
                 log/                output of the processes
-                processes/          starts and ends of each process (cluster/process_record.py); counts of agent hosts
+                processes/          URL, starts and ends of each process (cluster/process_record.py); counts of agent
+                                    hosts
                 keeper.sock         with agent hosts: connects the loop with the keeper of its processes
                 failure.txt         the error that ended the run's last process
                 gateway.json        URL and admin key of the gateway, while a run that admits deployed agents is running
@@ -45,6 +46,8 @@ from m2forge.train.position import CHECKPOINT_FOLDER
 from m2forge.weights.store import WeightStore
 
 SQLITE = "sqlite:///"
+TRAINER, SAMPLER, GATEWAY = "trainer", "sampler", "gateway"
+"""Names of a run's processes, beside those of its agent hosts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,15 +52,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from m2forge.agents.attempt import AttemptRunner
 from m2forge.agents.workspace import SandboxCounts, Workspaces
-from m2forge.cluster.keeper import KeptLauncher, fingerprint
 from m2forge.cluster.launcher import Launched, Launcher, Role
-from m2forge.cluster.local import LocalLauncher
 from m2forge.config import Setting, build, load, to_overrides
 from m2forge.errors import EngineError
 from m2forge.files import write_atomic
@@ -92,12 +91,12 @@ from m2forge.rl.attempts import (
 )
 from m2forge.rl.child_main import MODULE
 from m2forge.rl.config import RLConfig
-from m2forge.rl.deployed import DeployedEpisodes, write_address
+from m2forge.rl.deployed import DeployedEpisodes, keep_address
 from m2forge.rl.eval import EvalResult, Evaluations, read_results
 from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.rl.host import add_counts, delete_ended, host_names, open_admin, open_tasks
-from m2forge.rl.layout import Layout, read_lineage
-from m2forge.rl.servers import Server, make_servers
+from m2forge.rl.layout import TRAINER, Layout, read_lineage
+from m2forge.rl.servers import Server, make_servers, open_launchers, require_cluster
 from m2forge.tasks.curriculum import Curriculum, Draw, Families
 from m2forge.tasks.survey import survey
 from m2forge.tasks.task_set import FamilyInfo
@@ -146,6 +145,7 @@ def train_rl(
 def run_rl(config: RLConfig, runs: Path) -> tuple[Path, list[EvalResult]]:
     """Start or resume the run that `config` describes; returns the finished model's folder and its evaluations."""
     require_writers(config.train.metrics)
+    require_cluster(config, runs)
     run_anywhere(require_agent(config.agent))
     families = survey_tasks(config)
     run_dir = runs / config.name
@@ -222,23 +222,24 @@ class Loop:
         """Run until the trainer has made all its steps and the last evaluation is done. If interrupted, it stops
         everything that it started before it raises."""
         background: set[asyncio.Task[None]] = set()
-        own = LocalLauncher(self.layout.log, self.layout.processes)
-        launcher = self._serving_launcher(own)
-        role = Role("trainer", (MODULE, "trainer", str(self.layout.run_dir)))
-        trainer = await own.launch(role, lambda: is_trained(self.layout, self.config))
-        serving: list[Launched] = []
+        own, launcher = open_launchers(self.config, self.layout)
+        role = Role(TRAINER, (MODULE, TRAINER, str(self.layout.run_dir)))
+        launched: list[Launched] = []
         try:
             with _terminated_as_interrupted():
+                trainer = await own.launch(role, partial(is_trained, self.layout, self.config))
+                launched.append(trainer)
                 servers = await make_servers(launcher, self.layout, self.config.gateway.host, self.config.gateway_port)
                 serving = [servers.sampler.child, servers.gateway.child]
+                launched += reversed(serving)
                 training = self._start(background, trainer.supervise())
                 await self._while_alive(background, self._wait_for_weights())
                 for child in serving:
                     self._start(background, child.supervise())
                 if self.config.pool.admit_deployed:
-                    write_address(self.layout.gateway, servers.gateway)
+                    self._start(background, keep_address(self.layout.gateway, servers.gateway))
                 async with (
-                    open_admin(self.config, servers.gateway.url, servers.gateway.key) as admin,
+                    open_admin(self.config, lambda: servers.gateway.url, servers.gateway.key) as admin,
                     open_agent(self.config.agent, self._own(self.layout.agents), self.format) as agent,
                     open_tasks(self.config, self._own(self.layout.run_dir / "verify")) as runner,
                     PoolWriter(self.pool) as writer,
@@ -258,18 +259,12 @@ class Loop:
                             await cancel_all(background | set(self._running))
         finally:
             await cancel_all(background)
-            await asyncio.gather(*(child.stop() for child in (trainer, *reversed(serving))))
+            await asyncio.gather(*(child.stop() for child in launched))
             await launcher.close()
-            await own.close()
+            if own is not launcher:
+                await own.close()
             self.layout.gateway.unlink(missing_ok=True)
             self.pool.close()
-
-    def _serving_launcher(self, own: LocalLauncher) -> Launcher:
-        """The launcher for sampler, gateway and agent hosts. `own`: launches the loop's own children."""
-        if not self.config.cluster.agent_hosts:
-            return own
-        mark = fingerprint((self.layout.run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
-        return KeptLauncher(self.layout.run_dir, mark, self.config.cluster.outlive_s)
 
     def _own(self, folder: Path) -> Path:
         """The loop's part of a folder that it shares with agent hosts."""
@@ -277,10 +272,7 @@ class Loop:
 
     async def _launch_hosts(self, launcher: Launcher, gateway: Server) -> list[Launched]:
         commands = {name: (MODULE, "host", str(self.layout.run_dir), name) for name in host_names(self.config)}
-        return [
-            await launcher.launch(Role(name, (*command, gateway.url), (gateway.key,)))
-            for name, command in commands.items()
-        ]
+        return [await launcher.launch(Role(name, command, (gateway.key,))) for name, command in commands.items()]
 
     async def _roll_out(
         self,
@@ -375,7 +367,7 @@ class Loop:
         goes to its successor."""
         process = sampler.child
         num_starts = process.num_starts
-        with contextlib.closing(HttpClient(sampler.url, key=sampler.key)) as http:
+        with contextlib.closing(HttpClient(lambda: sampler.url, key=sampler.key)) as http:
             while True:
                 starts = process.num_starts
                 is_answered = starts == num_starts or await self._fetch_version(http)

@@ -63,7 +63,7 @@ def serve_relay(
         await engine.check_server()
         await engine.load(folder, version)
         is_ready.set()
-        yield make_app(engine, ServerConfig(), key)
+        yield make_app(engine, ServerConfig(host=listener.getsockname()[0]), key)
 
     with listener:
         serve_engine(engine, watch, open_app, listener, announce)

@@ -1,13 +1,69 @@
-"""Sampler and gateway of a run: two server processes, each on a listening socket that outlives it."""
+"""The launchers of a run's processes; its sampler and gateway: two servers, each on a socket that outlives it."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from m2forge.cluster.keeper import KeptLauncher, fingerprint
 from m2forge.cluster.launcher import SOCKET, Launched, Launcher, Role
+from m2forge.cluster.local import LocalLauncher
+from m2forge.cluster.ray_launcher import RayLauncher, RayPlan, require_nodes
+from m2forge.errors import ConfigError
 from m2forge.key import make_key
 from m2forge.rl.child_main import MODULE
-from m2forge.rl.layout import Layout
+from m2forge.rl.config import RLConfig
+from m2forge.rl.host import host_names
+from m2forge.rl.layout import GATEWAY, SAMPLER, SQLITE, TRAINER, Layout
+from m2forge.train.run_dir import CONFIG_FILE
 
 HOST = "127.0.0.1"
+
+
+def require_cluster(config: RLConfig, runs: Path) -> None:
+    """Raise a ConfigError unless the run's processes can run where `cluster` says; call it before anything is
+    written."""
+    if config.cluster.launcher == "local":
+        return
+    if config.gateway.host != HOST:
+        raise ConfigError(
+            f'gateway.host: with cluster.launcher = "ray" each server listens on the address of its node, received '
+            f"{config.gateway.host}; leave it out"
+        )
+    num_machines = require_nodes(config.cluster.ray, _num_gpus(config), runs)
+    if num_machines > 1 and config.pool.url.startswith(SQLITE):
+        raise ConfigError(
+            f"pool.url: SQLite works on one machine, and the Ray cluster has {num_machines}; give the URL of a "
+            "PostgreSQL database, postgresql://USER@HOST/DATABASE"
+        )
+
+
+def open_launchers(config: RLConfig, layout: Layout) -> tuple[Launcher, Launcher]:
+    """The launcher of the trainer, which ends with the loop, and that of all other processes."""
+    own_names, other_names = [TRAINER], [name for name in _num_gpus(config) if name != TRAINER]
+    if not config.cluster.agent_hosts:
+        # One launcher for all.
+        own_names += other_names
+    plan = _plan(config, layout, own_names)
+    own: Launcher = (
+        LocalLauncher(layout.log, layout.processes) if plan is None else RayLauncher(plan, layout.log, layout.processes)
+    )
+    if not config.cluster.agent_hosts:
+        return own, own
+    mark = fingerprint((layout.run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+    kept_plan = _plan(config, layout, other_names)
+    return own, KeptLauncher(layout.run_dir, mark, config.cluster.outlive_s, kept_plan)
+
+
+def _plan(config: RLConfig, layout: Layout, names: list[str]) -> RayPlan | None:
+    if config.cluster.launcher == "local":
+        return None
+    num_gpus = _num_gpus(config)
+    return RayPlan.make(config.cluster.ray, {name: num_gpus[name] for name in names}, layout.run_dir)
+
+
+def _num_gpus(config: RLConfig) -> dict[str, int]:
+    """The run's processes, and the GPUs that each reserves on a Ray cluster."""
+    ray = config.cluster.ray
+    return {TRAINER: ray.trainer_gpus, SAMPLER: ray.sampler_gpus, GATEWAY: 0} | dict.fromkeys(host_names(config), 0)
 
 
 @dataclass(frozen=True)
@@ -33,12 +89,10 @@ class Servers:
 async def make_servers(launcher: Launcher, layout: Layout, host: str = HOST, port: int = 0) -> Servers:
     """Create both servers without starting them. `host` and `port` are the gateway's; port 0 picks a free one."""
 
-    async def make(
-        name: str, *arguments: str, address: tuple[str, int] = (HOST, 0), engine_keys: tuple[str, ...] = ()
-    ) -> Server:
-        command = (MODULE, name, str(layout.run_dir), SOCKET, *arguments)
+    async def make(name: str, address: tuple[str, int] = (HOST, 0), engine_keys: tuple[str, ...] = ()) -> Server:
+        command = (MODULE, name, str(layout.run_dir), SOCKET)
         return Server(await launcher.launch(Role(name, command, (make_key(), *engine_keys), address)))
 
-    sampler = await make("sampler")
-    gateway = await make("gateway", sampler.url, address=(host, port), engine_keys=(sampler.key,))
+    sampler = await make(SAMPLER)
+    gateway = await make(GATEWAY, (host, port), (sampler.key,))
     return Servers(sampler, gateway)

@@ -85,9 +85,10 @@ def run_sampler(run_dir: Path, descriptor: str) -> None:
     tokenizer = load_tokenizer(Path(config.model))
     script = Script(make_format(config.gateway.format, tokenizer))
     engine = ScriptedEngine(tokenizer.vocab_size, version=newest[0], script=script, decode=tokenizer.decode_bytes)
-    server = make_server(make_app(engine, ServerConfig(), key))
+    listener = socket.socket(fileno=int(descriptor))
+    server = make_server(make_app(engine, ServerConfig(host=listener.getsockname()[0]), key))
     print("listening", flush=True)
-    asyncio.run(server.serve(sockets=[socket.socket(fileno=int(descriptor))]))
+    asyncio.run(server.serve(sockets=[listener]))
 
 
 def main() -> int:

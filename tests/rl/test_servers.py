@@ -36,7 +36,7 @@ def test_keys_travel_by_pipe_and_every_server_asks_for_its_own(tmp_path: Path) -
     layout.run_dir.mkdir()
     write_resolved(config, layout.run_dir / CONFIG_FILE)
     layout.weight_store(config, find_companions(model)).publish(load_model(model), 0)
-    launcher = LocalLauncher(layout.log)
+    launcher = LocalLauncher(layout.log, layout.processes)
     servers = asyncio.run(make_servers(launcher, layout))
 
     async def run() -> None:
@@ -114,6 +114,6 @@ def test_the_gateway_of_a_run_repeats_no_warning(
     monkeypatch.setattr("m2forge.model.config_file.read_config", lambda folder: preset("m2-nano"))
     monkeypatch.setattr("sys.stdin", io.StringIO("admin sampler"))
     with caplog.at_level(logging.WARNING):
-        run_gateway(tmp_path, str(socket.socket().detach()), "http://127.0.0.1:1")
+        run_gateway(tmp_path, str(socket.create_server(("127.0.0.1", 0)).detach()))
     assert [format.name for format in served] == ["template"]
     assert not caplog.records

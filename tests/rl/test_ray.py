@@ -1,0 +1,215 @@
+"""`m2forge rl` on a Ray cluster of three nodes: what nodes and processes do when they are killed, and bad input."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from m2forge import cli
+from m2forge.cluster.config import ClusterConfig, RayConfig
+from m2forge.cluster.launcher import Role
+from m2forge.cluster.ray_launcher import RayLauncher, RayPlan
+from m2forge.config import build
+from m2forge.errors import ConfigError
+from m2forge.gateway.episodes.closed_journal import journal_ids
+from m2forge.rl.config import RLConfig
+from m2forge.rl.eval import read_results
+from tests.pool.test_processes import check
+from tests.rl.ray_nodes import HEAD, NUM_CPUS, Nodes, ray_nodes
+from tests.rl.ring import command_of, processes_of, started
+from tests.rl.scene import make_config
+from tests.rl.test_faults import judge
+from tests.rl.test_hosts import HOSTS, LIMIT_S, Scene, check_rewards, make_scene, pids_of
+
+NUM_FAULTS = 50
+RESUME_S = 60.0
+"""Within this time after a fault training takes another step."""
+KINDS = ("raylet", "trainer", "sampler", "gateway", "host-0", "host-1", "loop")
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with ray_nodes() as started_nodes:
+        yield started_nodes
+
+
+def on_ray(scene: Scene, nodes: Nodes, **fields: object) -> None:
+    """Have the scene's run start on the cluster."""
+    cluster = scene.config.cluster.model_dump() | {"launcher": "ray", "ray": {"address": nodes.address, "cpus": 0.5}}
+    values = scene.config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+    values["agent"]["kind"] = scene.config.agent.kind
+    scene.config = build(RLConfig, values | {"cluster": cluster} | fields, origin="test")
+    scene.command = command_of(scene.config, scene.layout.run_dir.parent, "tests.rl.hosts_run")
+
+
+def wait_for_attempts(scene: Scene, loop: subprocess.Popen[bytes]) -> None:
+    def is_so() -> bool:
+        assert loop.poll() is None, f"the run has ended: {scene.log.read_text()[-2000:]}"
+        return {*scene.in_flight().values()} == {*HOSTS}
+
+    scene.wait("attempts on both hosts", is_so)
+
+
+def wait_until_gone(run_dir: Path) -> None:
+    """Ray ends actors a moment after their driver."""
+    until_s = time.monotonic() + LIMIT_S
+    while left := processes_of(run_dir):
+        assert time.monotonic() < until_s, f"a process outlived its run: {left}"
+        time.sleep(0.1)
+
+
+def test_roles_of_a_dead_node_move_and_nothing_is_lost(nodes: Nodes, tmp_path: Path) -> None:
+    scene = make_scene(tmp_path)
+    on_ray(scene, nodes)
+    scene.held.touch()
+    with scene.pool:
+        with started(scene.command, scene.log) as loop:
+            wait_for_attempts(scene, loop)
+            roles = {role: scene.history(role).node for role in ("trainer", "sampler", "gateway", *HOSTS)}
+            assert roles["host-0"] != roles["host-1"], "hosts are spread"
+            (victim, *_) = (node for node in nodes.raylets if node in {roles["host-0"], roles["host-1"]})
+            moved = [role for role, node in roles.items() if node == victim]
+            starts = {role: scene.history(role).num_starts for role in roles}
+            before = scene.in_flight()
+            nodes.kill_raylet(victim)
+            scene.wait(
+                "the roles of the dead node start on others",
+                lambda: all(scene.history(role).num_starts > starts[role] for role in moved),
+            )
+            assert victim not in {scene.history(role).node for role in roles}
+            assert all(scene.history(role).deaths for role in moved)
+            if "gateway" not in moved and "sampler" not in moved:
+                others = {name for name, host in before.items() if host not in moved}
+                assert others <= scene.pool.running().keys(), "attempts of the living host were lost"
+            wait_for_attempts(scene, loop)
+            scene.held.unlink()
+            assert loop.wait(LIMIT_S) == 0, scene.log.read_text()[-3000:]
+        wait_until_gone(scene.layout.run_dir)
+        judge(scene.pool, scene.config)
+        check(scene.pool)
+        check_rewards(scene, set())
+    assert [result.step for result in read_results(scene.layout.evaluations)] == [0, scene.config.num_steps]
+    assert not journal_ids(scene.layout.journal), "what is recorded elsewhere is deleted"
+    nodes.add()
+
+
+def step_of(scene: Scene) -> int:
+    newest = scene.layout.weight_store(scene.config).newest()
+    return 0 if newest is None else newest[0].step
+
+
+def strike(kind: str, scene: Scene, nodes: Nodes, loop: subprocess.Popen[bytes], rng: random.Random) -> None:
+    if kind == "raylet":
+        nodes.kill_raylet(rng.choice([*nodes.raylets]))
+        nodes.add()
+    elif kind == "loop":
+        loop.kill()
+        loop.wait()
+    elif (pid := pids_of(scene).get(kind)) is not None:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.long
+def test_fifty_random_deaths_lose_and_repeat_nothing(nodes: Nodes, tmp_path: Path) -> None:
+    rng = random.Random(0)
+    scene = make_scene(tmp_path)
+    on_ray(scene, nodes, num_steps=NUM_FAULTS + 2)
+    kinds = [rng.choice(KINDS) for _ in range(NUM_FAULTS)]
+    resumed_s = []
+    with scene.pool:
+        while kinds:
+            with started(scene.command, scene.log) as loop:
+                while kinds and loop.poll() is None:
+                    step = step_of(scene)
+                    began_s = time.monotonic()
+                    scene.wait("training takes a step", lambda step=step: step_of(scene) > step)  # type: ignore[misc]
+                    resumed_s.append(time.monotonic() - began_s)
+                    strike(kinds.pop(), scene, nodes, loop, rng)
+                if not kinds and loop.poll() is None:
+                    assert loop.wait(LIMIT_S) == 0, scene.log.read_text()[-3000:]
+        with started(scene.command, scene.log) as loop:
+            assert loop.wait(LIMIT_S) == 0, scene.log.read_text()[-3000:]
+        wait_until_gone(scene.layout.run_dir)
+        judge(scene.pool, scene.config)
+        check(scene.pool)
+        check_rewards(scene, set())
+    assert max(resumed_s[1:]) < RESUME_S, resumed_s
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def refuse(
+    folder: Path, address: str, capsys: pytest.CaptureFixture[str], runs: Path | None = None, **ray: object
+) -> str:
+    """What the command says of a run that it refuses, which leaves nothing behind."""
+    cluster = {"launcher": "ray", "agent_hosts": 1, "ray": {"address": address, **ray}}
+    config = make_config(folder / "model", cluster=cluster)
+    command_of(config, folder)
+    before = {*folder.rglob("*")}
+    assert cli.main(["rl", str(folder / "config.toml"), "--runs", str(runs or folder / "new" / "runs")]) == 2
+    assert {*folder.rglob("*")} == before
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("m2forge: error: ")]
+    return line
+
+
+def test_no_ray_and_no_cluster_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no Ray cluster at 127.0.0.1:1 (" in (said := refuse(tmp_path, "127.0.0.1:1", capsys))
+    assert "ray start --head" in said
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert 'pip install "m2forge[ray]"' in refuse(tmp_path, "auto", capsys)
+
+
+def test_what_the_nodes_do_not_have_is_named(
+    nodes: Nodes, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = refuse(tmp_path, nodes.address, capsys, cpus=NUM_CPUS + 1)
+    assert f"trainer: {NUM_CPUS + 1} CPU" in said
+    assert f"{HEAD}: 1 CPU" in said
+    said = refuse(tmp_path, nodes.address, capsys, cpus=0.5, sampler_gpus=1, gpu="H200")
+    assert "no room for sampler" in said
+    assert "sampler: 0.5 CPU, 1 GPU, H200" in said
+    assert "A100" in said
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    # Each process has other files under this path, as machines that share no file system have.
+    said = refuse(tmp_path, nodes.address, capsys, Path(f"/proc/self/fd/{descriptor}/new"), cpus=0.5)
+    os.close(descriptor)
+    assert "put runs on a shared file system" in said
+    assert "node n" in said
+    monkeypatch.setattr("m2forge.cluster.ray_launcher.code_digest", lambda: "other")
+    said = refuse(tmp_path, nodes.address, capsys, cpus=0.5)
+    assert "node n" in said
+    assert "install the same version on all nodes" in said
+
+
+def test_a_busy_cluster_is_named_after_a_while(nodes: Nodes, tmp_path: Path) -> None:
+    config = RayConfig(address=nodes.address, cpus=NUM_CPUS - 0.5, start_s=60.0)
+    first = RayLauncher(RayPlan.make(config, {"one": 0, "two": 0}, tmp_path), tmp_path, tmp_path)
+    config = config.model_copy(update={"start_s": 1.0})
+    second = RayLauncher(RayPlan.make(config, {"three": 0}, tmp_path), tmp_path, tmp_path)
+
+    async def launch() -> None:
+        await first.launch(Role("one", ("tests.cluster.fatal",)))
+        try:
+            await second.launch(Role("three", ("tests.cluster.fatal",)))
+        finally:
+            await first.close()
+
+    with pytest.raises(ConfigError, match=r"no room for three.*asks for three: 3.5 CPU.*Free within 1 s: "):
+        asyncio.run(launch())
+
+
+def test_a_table_without_effect_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cluster\.ray has no effect"):
+        build(ClusterConfig, {"ray": {"cpus": 2.0}}, origin="test")
+    with pytest.raises(ValueError, match="asks for no GPU"):
+        build(ClusterConfig, {"launcher": "ray", "ray": {"gpu": "H200"}}, origin="test")
