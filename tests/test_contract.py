@@ -90,6 +90,7 @@ REPEATED_NAMES = {
     "report": "what a room prints or writes about a result",
     "metrics": "a room's metrics, and the files of all rooms' metrics",
     "engine": "trains, or samples",
+    "manifest": "lists what a folder holds, with digests: shards of a corpus, a version of weights",
     "checkpoint": "a model's folder; a training state that contains one",
     "build": "makes the room's product: a corpus, a network, a tree, a task",
     "batch": "what a step trains: episodes of the pool, their tensors",

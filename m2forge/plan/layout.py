@@ -170,7 +170,7 @@ def make_plan(workload: Workload, layout: Layout, gpu: GPU, price: float, networ
     traffic = link_bytes(step, layout)
 
     def seconds(axis: str, last: int) -> float:
-        """Of exchanging an axis' bytes between neighbours up to `last` ranks apart."""
+        """The time that an axis' bytes take between neighbours up to `last` ranks apart."""
         return traffic[axis] / (gpu.datasheet.nvlink if last <= NODE_GPUS else network_rate)
 
     gather_s, replicas_s = seconds("shard", layout.holders), seconds("replicate", num_gpus)

@@ -188,7 +188,7 @@ def _window_rows(connection: Connection, size: int, wanted: Wanted) -> Sequence[
 
 def _unit(row: UnitRow) -> Unit:
     # Unpacked, since a window has many rows, and a look at a column by its name costs as much as the rest.
-    values: tuple[Any, ...] = row._tuple()
+    values: tuple[Any, ...] = tuple(row)
     _, place, group, _, stage, domain, state, _, oldest_step, taken_before, num_tokens = values
     label, is_finished = make_label(stage, domain), state == UnitState.READY
     return Unit(place, group, label, is_finished, oldest_step, taken_before, num_tokens)

@@ -214,7 +214,7 @@ class TrainingStep:
     network: ModelConfig
     optimizer: OptimizerConfig
     batch: MicroBatch
-    """Of this rank; its paths are those of the whole pack where `context` ranks share one."""
+    """This rank's part; its paths are those of the whole pack where `context` ranks share one."""
     num_batches: int = 1
     """Micro-batches per step of this rank (gradient accumulation)."""
     item_bytes: int = 2

@@ -81,7 +81,7 @@ def test_sentences_that_quote_the_patch_are_removed(text: str, kept: str | None)
     assert not leaks(cleaned, QUOTING)
 
 
-def test_a_line_that_several_sentences_make_removes_their_paragraph() -> None:
+def test_a_line_of_several_sentences_removes_their_paragraph() -> None:
     patch = "+++ b/sums.py\n+    raise Error('No number! Give one.')\n"
     text = "Sums fail without a number.\n\nDo raise Error('No number! Give one.') there."
     assert without_quotes(text, patch) == "Sums fail without a number."
