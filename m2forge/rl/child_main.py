@@ -96,7 +96,16 @@ def run_sampler(run_dir: Path, descriptor: str) -> None:
         rollout=config.engine.rollout,
         server=server,
     )
-    serve_model(folder, serving, key, _announce, listener)
+    if config.weights.sync == "files":
+        serve_model(folder, serving, key, _announce, listener)
+        return
+    from m2forge.weights.collective import Receiver
+
+    receiver = Receiver(Layout(run_dir).broadcast)
+    try:
+        serve_model(folder, serving, key, _announce, listener, receiver.take)
+    finally:
+        receiver.stop()
 
 
 def _newest_weights(run_dir: Path, config: RLConfig) -> tuple[PolicyVersion, Path]:

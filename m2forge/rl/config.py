@@ -221,6 +221,8 @@ class RLConfig(Config):
             raise ValueError(
                 "weights.anchor_every: with train.lora a version is an adapter, which is published whole; leave it out"
             )
+        if self.train.lora is not None and self.weights.sync == "collective":
+            raise ValueError('weights.sync = "collective": with train.lora versions are small adapters; leave it out')
         if self.engine.server is not None:
             self._check_server(self.engine.server.kind)
         problem = self.policy.sampling_problem(self.agent.sampling.record())
@@ -234,5 +236,7 @@ class RLConfig(Config):
             raise ValueError(f'policy.replay = "recorded": {kind} does not report experts; leave it out')
         if self.weights.anchor_every > 1:
             raise ValueError(f"weights.anchor_every: {kind} reads whole versions; leave it out")
+        if self.weights.sync == "collective":
+            raise ValueError(f'weights.sync = "collective": {kind} reads versions from their folders; leave it out')
         if self.train.lora is not None:
             raise ValueError(f"train.lora: {kind} would need whole weights, the run publishes adapters; leave it out")

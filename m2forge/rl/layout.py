@@ -2,6 +2,7 @@
 
     runs/NAME/  config.toml  metrics.jsonl  tensorboard/  checkpoints/      the trainer's
                 weights/            published policy versions
+                broadcast.json      where samplers find the trainer, if it broadcasts them
                 pool.db             the data pool and the curriculum's state
                 journal/            the gateway's journals
                 checks.jsonl        evaluations on held-out tasks
@@ -57,6 +58,10 @@ class Layout:
     @property
     def weights(self) -> Path:
         return self.run_dir / "weights"
+
+    @property
+    def broadcast(self) -> Path:
+        return self.run_dir / "broadcast.json"
 
     @property
     def checkpoints(self) -> Path:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from m2forge.cluster.launcher import FATAL_STATUS
 from m2forge.errors import ConfigError
@@ -130,3 +130,12 @@ def gather(value: T, ranks: "Ranks") -> list[T]:
     received: list[T] | None = [value] * ranks.num_ranks if ranks.rank == 0 else None
     dist.gather_object(value, received, 0)
     return [value] if received is None else received
+
+
+def exchange(value: T) -> list[T]:
+    """The values of all ranks, on each."""
+    import torch.distributed as dist
+
+    received: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(received, value)
+    return cast("list[T]", received)

@@ -3,7 +3,7 @@
     claim a batch in the window → advantages → a step over its token trees → commit → publish → periodically, checkpoint
 
 On a mesh of several ranks (rl/ranks.py) rank 0 does all of it, and the others take part in the step: rank 0 signals
-what comes next, deals the trees by cost, and gathers what it publishes.
+what comes next and deals the trees by cost; each rank publishes its share of the weights.
 
 All of its state is on disk. Killed at any moment and restarted, it resumes from its newest checkpoint: versions
 published since are discarded, and the pool returns the units that those steps had trained on. So the current weights
@@ -29,16 +29,17 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from math import floor
 from pathlib import Path
+from typing import TypeVar
 
 from m2forge.config import load_resolved
 from m2forge.errors import ConfigError, RecordError, TrainingError
-from m2forge.model.checkpoint import save_model
+from m2forge.model.checkpoint import copy_model, open_source, save_model, write_model
 from m2forge.model.config_file import read_config
 from m2forge.model.convert import find_companions
 from m2forge.model.hub import find_folder
@@ -55,7 +56,7 @@ from m2forge.reward.judge import Judged
 from m2forge.rl.config import RLConfig
 from m2forge.rl.importance_ratio import delete_ratios, write_ratios
 from m2forge.rl.layout import Layout, begin_branch
-from m2forge.rl.ranks import deal, gather, scatter
+from m2forge.rl.ranks import deal, exchange, gather, scatter
 from m2forge.tasks.config import CurriculumConfig, StageConfig
 from m2forge.tasks.curriculum import Mixture
 from m2forge.train.checkpoint import CheckpointStore, load_start, restore
@@ -71,12 +72,13 @@ from m2forge.train.machine import (
     refuse_unfit_policy,
     set_up_model,
 )
-from m2forge.train.parallel import SINGLE_RANK, Ranks, unsharded_model
+from m2forge.train.parallel import SINGLE_RANK, ProcessRanks, Ranks, public_share
 from m2forge.train.position import Position, read_position
 from m2forge.train.run_dir import CONFIG_FILE, hold_run
 from m2forge.tree.build import Problem
 from m2forge.tree.codec import decode_tree, encode_tree
 from m2forge.tree.token_tree import TokenTree
+from m2forge.weights.store import Send, Share
 
 
 def make_trees(units: Sequence[StoredUnit], config: AdvantageConfig, vocab_size: int) -> list[TokenTree]:
@@ -116,6 +118,7 @@ def _judged(stored: StoredEpisode, config: AdvantageConfig) -> tuple[Judged, Tok
     return Judged(trained, tuple(select_rewards(stored.step_rewards, calls))), tree, calls
 
 
+T = TypeVar("T")
 POLL_S, MAX_POLL_S = 0.02, 0.2
 TRAINER_FOLDER = "trainer"
 IDLE_S = 60.0
@@ -163,6 +166,8 @@ class Trainer:
         self._busy = BusyLog(None) if ranks.rank else open_busy_log("trainer")
         self.checkpoints = CheckpointStore(self.layout.checkpoints, config.train.checkpoint, self._companions)
         self.weights = self.layout.weight_store(config, self._companions)
+        self._send: Send | None = None
+        """Broadcasts versions, while the trainer runs."""
         machine = config.train.machine
         device = rank_device(machine, ranks)
         refuse_unfit_policy(config.train, read_config(folder), config.policy, device, ranks.num_ranks)
@@ -206,17 +211,45 @@ class Trainer:
 
     def run(self) -> None:
         """Train the remaining steps and write the finished model."""
-        with machine_settings(self.config.train.machine, self.engine.device):
+        with machine_settings(self.config.train.machine, self.engine.device), self._broadcasting():
             try:
                 self._follow() if self.ranks.rank else self._lead()
             except BaseException:
                 self.checkpoints.leave()
                 raise
-            # All ranks: a sharded model is gathered.
-            model = unsharded_model(self.engine.model, self.ranks)
-            if model is not None and not self.ranks.rank and not self.layout.model.exists():
-                save_model(model, self.layout.model, companions=self._companions)
+            if not self.ranks.rank and not self.layout.model.exists():
+                self._write_finished()
             self.ranks.max_int(0)
+
+    @contextmanager
+    def _broadcasting(self) -> Iterator[None]:
+        if self.config.weights.sync == "files":
+            yield
+            return
+        from m2forge.weights.collective import Sender
+
+        sender = Sender(self.layout.broadcast, self.ranks.rank, self._exchange)
+        self._send = sender.send
+        try:
+            yield
+        finally:
+            sender.close()
+
+    def _exchange(self, value: T) -> list[T]:
+        """What each rank passes."""
+        return [value] if self.ranks.num_ranks == 1 else exchange(value)
+
+    def _write_finished(self) -> None:
+        if self.ranks.num_ranks == 1:
+            save_model(self.engine.model, self.layout.model, companions=self._companions)
+            return
+        # What the ranks have published last, read tensor by tensor: none of them holds the whole model.
+        newest = self.weights.newest()
+        assert newest is not None
+        if self.engine.model.lora is None:
+            write_model(open_source(newest[1]), self.layout.model, companions=self._companions)
+        else:
+            copy_model(newest[1], self.layout.model)
 
     def _lead(self) -> None:
         config = self.config
@@ -261,9 +294,10 @@ class Trainer:
 
     def _publish(self) -> None:
         """Publish the weights as the version of the current step. All ranks call this together."""
-        model = unsharded_model(self.engine.model, self.ranks)
-        if model is not None and not self.ranks.rank:
-            self.weights.publish(model, self.position.step)
+        share = None
+        if isinstance(self.ranks, ProcessRanks):
+            share = Share(self.ranks.rank, public_share(self.engine.model, self.ranks), self._exchange)
+        self.weights.publish(self.engine.model, self.position.step, share, self._send)
 
     def _discard_later(self, pool: Pool) -> None:
         """Discard everything that came after the checkpoint."""

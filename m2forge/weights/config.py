@@ -2,9 +2,10 @@
 
 [weights]
 anchor_every = 16
+sync = "collective"
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -17,3 +18,7 @@ class WeightsConfig(Config):
     the version before: a few percent of bfloat16 weights at the learning rates of RL, all of float32 ones. The trainer
     then holds a copy of the weights in host memory, and a sampler that starts reads up to this many folders. 1: every
     version is whole."""
+    sync: Literal["files", "collective"] = "files"
+    """How a version reaches a sampler. files: it reads the version's folder. collective: the trainer's ranks broadcast
+    the files into the memory of the samplers of this machine as well (weights/collective.py); a sampler that no
+    broadcast reaches reads the folder."""

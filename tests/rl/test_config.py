@@ -28,6 +28,13 @@ def test_ranks_that_share_packs_are_refused(tmp_path: Path) -> None:
         make_config(tmp_path, train={"machine": {"mesh": {"context": 2}}})
 
 
+def test_adapters_are_not_broadcast(tmp_path: Path) -> None:
+    weights = {"sync": "collective"}
+    assert make_config(tmp_path, weights=weights).weights.sync == "collective"
+    with pytest.raises(ConfigError, match=r'weights.sync = "collective": with train.lora versions are small adapters'):
+        make_config(tmp_path, weights=weights, train={"lora": {"rank": 2}})
+
+
 @pytest.mark.parametrize(("name", "value"), [("journal", "elsewhere"), ("records_experts", True)])
 def test_what_the_run_sets_itself_is_refused(tmp_path: Path, name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"gateway.{name} is set by the run"):

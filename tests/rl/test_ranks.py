@@ -90,6 +90,8 @@ def test_two_ranks_train_as_one_process_does_and_resume(model: Path, tmp_path: P
     newest = Layout(run_dir).weight_store(config).newest()
     assert newest is not None
     assert largest_difference(newest[1], Layout(run_dir).model) == 0
+    assert {path.name[:14] for path in newest[1].glob("*.safetensors")} == {"model-rank0000"}
+    assert len(list(newest[1].glob("*.safetensors"))) == 2, "each rank has written its share"
     # Rank 0 has the ratios of both ranks' samples.
     ratios, whole = (read_ratios(Layout(folder).ratios, 3) for folder in (run_dir, tmp_path / "one"))
     assert ratios is not None

@@ -212,6 +212,7 @@ def test_a_missing_key_and_other_sampling_are_refused(model: Path) -> None:
         ({"engine": {"rollout": {"max_running": 3}}}, r"engine\.rollout has no effect there"),
         ({"policy": {"replay": "recorded"}}, "does not report experts"),
         ({"weights": {"anchor_every": 2}}, "reads whole versions"),
+        ({"weights": {"sync": "collective"}}, "reads versions from their folders"),
         ({"train": {"lora": {"rank": 2}}}, "publishes adapters"),
     ],
 )

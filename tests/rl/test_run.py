@@ -1,6 +1,6 @@
 """One run of one step, looked at from several sides: it starts from a hub id, in a cell of a notebook; its agent asks
-for greedy samples, in a short context; its routing is recorded; two ranks train it. (test_restart.py runs whole, with
-evaluations.)
+for greedy samples, in a short context; its routing is recorded; two ranks train it and broadcast its versions.
+(test_restart.py runs whole, with evaluations.)
 """
 
 import asyncio
@@ -59,6 +59,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         "agent": config.agent.model_copy(update={"command": (sys.executable, str(GREEDY), str(AGENT))}),
         "curriculum": config.curriculum.model_copy(update={"stages": stages}),
         "policy": config.policy.model_copy(update={"replay": "recorded"}),
+        "weights": config.weights.model_copy(update={"sync": "collective"}),
         "train": config.train.model_copy(
             update={"machine": config.train.machine.model_copy(update={"mesh": MeshConfig(replicate=2)})}
         ),
@@ -102,6 +103,12 @@ def test_a_version_may_hold_what_changed_alone(ended: Ended) -> None:
     assert is_delta_folder(newest[1])
     published, final = load_model(newest[1]).state_dict(), load_model(ended.run_dir / "model").state_dict()
     assert all(torch.equal(published[name], final[name]) for name in final)
+
+
+def test_the_ranks_broadcast_versions_to_the_sampler(ended: Ended) -> None:
+    logs = [(Layout(ended.run_dir).log / "trainer.log"), log_path(Layout(ended.run_dir).log, 1)]
+    assert all("broadcast version 1 to 1 samplers" in log.read_text() for log in logs)
+    assert not Layout(ended.run_dir).broadcast.exists()
 
 
 def test_an_agent_that_asks_for_greedy_samples_is_trained(ended: Ended) -> None:
