@@ -49,6 +49,7 @@ from m2forge.pipelines.stage import (
     SetStage,
     Source,
     Stage,
+    stamp,
 )
 from m2forge.protocols import Sandbox
 from m2forge.records import JsonValue, Task, Verdict
@@ -164,7 +165,7 @@ class _Folders(Source):
             raise NotFoundError(
                 f"distill.folders: {path}: no such folder; relative paths count from the working directory"
             )
-        return str(path)
+        return f"{path} {stamp(path)}"
 
     def read(self, context: Context) -> Iterator[Item | Rejection]:
         family = FolderFamily(Path(self._config.folders))

@@ -15,13 +15,15 @@ A killed run resumes to the same files only if an outcome is a function of the i
 stored blobs. Stages must not read the clock, and draw random numbers from `Context.random` alone.
 """
 
+import hashlib
+import os
 import random
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol, TypeAlias, TypeVar
 
-from m2forge.errors import DataError
+from m2forge.errors import DataError, NotFoundError
 from m2forge.records import JsonValue
 
 T = TypeVar("T")
@@ -128,6 +130,25 @@ class Context(Protocol):
     def run(self, coroutine: Coroutine[object, object, T]) -> T:
         """Run a coroutine in the event loop of the run, which all stages share, and wait for its result."""
         ...
+
+
+def stamp(path: Path) -> str:
+    """Differs if a file has another size or age, or if any file below a folder has, or another name. Raises for what is
+    not there."""
+    try:
+        status = path.stat()
+        if not path.is_dir():
+            return f"{status.st_size} {status.st_mtime_ns}"
+        digest = hashlib.sha256()
+        for top, folders, names in os.walk(path):
+            folders.sort()
+            for found in (Path(top, name) for name in sorted(names)):
+                status = found.lstat()
+                line = f"{found.relative_to(path)}\0{status.st_size} {status.st_mtime_ns}\n"
+                digest.update(line.encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
+    except OSError as error:
+        raise NotFoundError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 class Source:

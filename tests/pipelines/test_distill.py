@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from examples.table_tasks import Question, questions, write_folders
 from m2forge import cli
 from m2forge.config import build
+from m2forge.errors import ConfigError
 from m2forge.pipelines.config import PipelineConfig
 from m2forge.pipelines.run import run_pipeline
 from m2forge.pipelines.shell_agent import Malformed, clean_message
@@ -172,3 +174,12 @@ def test_a_folder_that_is_missing_is_one_message(tmp_path: Path, capsys: pytest.
     assert cli.main(["pipeline", str(path), "--runs", str(tmp_path / "runs")]) == 2
     assert "none: no such folder" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_changed_folders_are_refused_as_other_input(asked: tuple[Path, list[Question]], tmp_path: Path) -> None:
+    folder = shutil.copytree(asked[0], tmp_path / "tables")
+    config = configured(folder, teachers=["solution"], num=1, num_draws=1)
+    run_pipeline(config, tmp_path / "run")
+    next(folder.rglob("instruction.md")).write_text("Another question.\n")
+    with pytest.raises(ConfigError, match="other input"):
+        run_pipeline(config, tmp_path / "run")

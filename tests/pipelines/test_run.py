@@ -32,6 +32,7 @@ from m2forge.pipelines.stage import (
     SetStage,
     Source,
     Stage,
+    stamp,
 )
 from m2forge.pipelines.store import Processed, StageYield, Store
 from m2forge.tasks.folders.folder import FolderFile
@@ -376,3 +377,22 @@ def is_among(request: dict[str, Any], stored: set[str], num_draws: Callable[[str
     """Whether all draws of a request were stored: the draw itself is not sent."""
     same = [text for text in stored if json.loads(text)["messages"] == request["messages"]]
     return len(same) >= num_draws(request["messages"][0]["content"])
+
+
+@pytest.mark.parametrize("change", ["edit", "age", "rename", "add"])
+def test_a_stamp_of_a_folder_is_that_of_its_files(change: str, tmp_path: Path) -> None:
+    inner = tmp_path / "tasks" / "one" / "tests"
+    inner.mkdir(parents=True)
+    (inner / "test.sh").write_text("true\n")
+    before = stamp(tmp_path / "tasks")
+    assert stamp(tmp_path / "tasks") == before
+    match change:
+        case "edit":
+            (inner / "test.sh").write_text("false\n")
+        case "age":
+            os.utime(inner / "test.sh", (0, 0))
+        case "rename":
+            (inner / "test.sh").rename(inner / "tests.sh")
+        case _:
+            (inner / "more.sh").touch()
+    assert stamp(tmp_path / "tasks") != before
