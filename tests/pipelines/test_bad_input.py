@@ -18,14 +18,17 @@ from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from m2forge.cli import main
+from m2forge.pipelines.stage import Context
 from m2forge.pipelines.swe import pipeline, source
 from m2forge.pipelines.swe.toolchains import python
 from m2forge.pipelines.swe.toolchains.toolchain import Environment, TestRun, Toolchain
+from m2forge.pipelines.terminal import posts as posts_module
+from m2forge.pipelines.terminal.posts import EgSource, InterCodeSource
 from m2forge.tasks.folders.task_image import TaskImage
 from tests.pipelines.endpoint import completion, serving
 from tests.pipelines.swe import projects
@@ -71,7 +74,7 @@ def refused(folder: Path, text: str, capsys: pytest.CaptureFixture[str]) -> str:
     """The one message with which a configuration ends."""
     assert run(folder, text) == 2
     *progress, error = capsys.readouterr().err.splitlines()
-    assert all(line.startswith("posts ") for line in progress), progress
+    assert all(line.startswith(("posts ", "eg ", "intercode ")) for line in progress), progress
     assert error.startswith("m2forge: error: ")
     return error
 
@@ -336,6 +339,60 @@ def test_a_dump_that_is_none_is_one_message(
     if data is not None:
         (tmp_path / name).write_bytes(data)
     assert message in refused(tmp_path, posts(tmp_path / name), capsys)
+
+
+# -- packages ----------------------------------------------------------------------------------------------------------
+
+EG = tarred(
+    {"examples/cut.md": "# cut\n\nshow the first field\n\n    cut -f1 a.txt\n\n" + "\n".join(map(str, range(3000)))}
+)
+QUERIES = {
+    "bash_queries.json": json.dumps([{"query": f"Count the files {n}", "gold": "ls | wc -l"} for n in range(99)])
+}
+
+
+def flagged(data: bytes, offset: int, value: int) -> bytes:
+    """A zip with another value of two bytes in its headers, by their offset in those of the files."""
+    for head, at in ((b"PK\3\4", offset), (b"PK\1\2", offset + 2)):
+        place = data.index(head) + at
+        data = data[:place] + value.to_bytes(2, "little") + data[place + 2 :]
+    return data
+
+
+PACKAGES: dict[str, tuple[str, str, Callable[[], bytes]]] = {
+    "cut": ("eg", "eg.tar.gz", lambda: EG[: len(EG) // 2]),
+    "damaged": ("eg", "eg.tar.gz", lambda: damaged(EG)),
+    "bomb": ("eg", "eg.tar.gz", lambda: tarred({"examples/zeros.md": "0" * (9 << 20)})),
+    "bomb of other files": ("eg", "eg.tar.gz", lambda: tarred({"zeros": "0" * (9 << 20)})),
+    "bomb in a header": ("eg", "eg.tar.gz", big_header),
+    "not UTF-8": ("eg", "cut.md", lambda: b"# cut\n\n\xff\n\n    cut\n"),
+    "cut wheel": ("intercode", "a.whl", lambda: zipped(QUERIES)[:200]),
+    "damaged wheel": ("intercode", "a.whl", lambda: damaged(zipped(QUERIES))),
+    "bomb in a wheel": ("intercode", "a.whl", lambda: zipped({**QUERIES, "zeros": "0" * (9 << 20)})),
+    "password": ("intercode", "a.whl", lambda: flagged(zipped(QUERIES), 6, 1)),
+    "compression": ("intercode", "a.whl", lambda: flagged(zipped(QUERIES), 8, 99)),
+    "nested": ("intercode", "a.whl", lambda: zipped({"bash_queries.json": "[" * 100_000})),
+    "no queries": ("intercode", "a.whl", lambda: zipped({"README": ""})),
+}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_damaged_package_is_one_message(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(posts_module, "MAX_PACKAGE_BYTES", 8 << 20)
+    monkeypatch.setattr(posts_module, "MAX_PACKAGE_FILES", 100)
+    key, file, make = PACKAGES[name]
+    (tmp_path / file).write_bytes(make())
+    assert str(tmp_path / file) in refused(tmp_path, f'[terminal]\n{key} = "{tmp_path}/{file}"\n', capsys)
+
+
+def test_sound_packages_of_that_form_are_read(tmp_path: Path) -> None:
+    (tmp_path / "eg.tar.gz").write_bytes(EG)
+    (tmp_path / "a.whl").write_bytes(zipped(QUERIES))
+    for key, source_class, file in (("eg", EgSource, "eg.tar.gz"), ("intercode", InterCodeSource, "a.whl")):
+        items = list(source_class(tmp_path / file).read(cast("Context", None)))
+        assert len(items) == {"eg": 1, "intercode": 99}[key]
 
 
 def test_lines_of_a_dump_of_pull_requests_are_rejected_alone(tmp_path: Path) -> None:

@@ -26,9 +26,7 @@ import lzma
 import marshal
 import os
 import re
-import tarfile
 import tempfile
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
@@ -39,7 +37,8 @@ from typing import cast
 from xml.parsers import expat
 
 from m2forge.errors import DataError, NotFoundError
-from m2forge.pipelines.stage import Context, Item, Rejection, Source
+from m2forge.pipelines.archive import is_archive, members
+from m2forge.pipelines.stage import Context, Item, Rejection, Source, stamp
 from m2forge.pipelines.terminal.config import TerminalConfig
 from m2forge.records import JsonValue
 
@@ -197,8 +196,8 @@ def _integer(text: str | None) -> int:
 
 # -- packages ----------------------------------------------------------------------------------------------------------
 
-MAX_BYTES = 16 << 20
-"""Limit of one file of a package."""
+MAX_PACKAGE_BYTES, MAX_PACKAGE_FILES = 128 << 20, 20_000
+"""Limits of what a package unpacks to."""
 QUERIES = "bash_queries.json"
 _EG_AUTHORS, _INTERCODE_AUTHORS = ["authors of eg"], ["authors of InterCode"]
 
@@ -206,33 +205,32 @@ _EG_AUTHORS, _INTERCODE_AUTHORS = ["authors of eg"], ["authors of InterCode"]
 def _fingerprint(path: Path) -> str:
     if not path.exists():
         raise NotFoundError(f"{path}: no such file; expected the package, or the folder with its files")
-    status = path.stat()
-    return f"{path.name} {status.st_size} {status.st_mtime_ns}"
+    return f"{path.name} {stamp(path)}"
 
 
 def read_members(path: Path, pattern: str) -> Iterator[tuple[str, str]]:
     """Texts whose path ends as the pattern says, of a folder, a tar, a zip or the file itself, by path."""
     try:
-        if path.is_dir():
-            found = sorted(one for one in path.rglob("*") if re.search(pattern, f"/{one.relative_to(path)}"))
-            for one in found:
-                yield one.name, one.read_text(encoding="utf-8")
-        elif zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                for info in archive.infolist():
-                    if re.search(pattern, f"/{info.filename}") and info.file_size <= MAX_BYTES:
-                        yield info.filename.rpartition("/")[2], archive.read(info).decode()
-        elif tarfile.is_tarfile(path):
-            with tarfile.open(path) as packed:
-                for member in packed:
-                    if member.isfile() and member.size <= MAX_BYTES and re.search(pattern, f"/{member.name}"):
-                        file = packed.extractfile(member)
-                        assert file is not None
-                        yield member.name.rpartition("/")[2], file.read().decode()
-        else:
-            yield path.name, path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, tarfile.TarError, zipfile.BadZipFile, EOFError) as error:
+        for name, content in _packed(path) if path.is_file() and is_archive(path) else _lying(path, pattern):
+            if (path.is_file() and name == path.name) or re.search(pattern, f"/{name}"):
+                yield name.rpartition("/")[2], content.decode()
+    except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+def _packed(path: Path) -> Iterator[tuple[str, bytes]]:
+    for name, content, _ in members(path, MAX_PACKAGE_BYTES, MAX_PACKAGE_FILES):
+        yield name, content
+
+
+def _lying(path: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
+    """The file, or those of a folder that fit."""
+    files = {str(one.relative_to(path)): one for one in sorted(path.rglob("*"))} if path.is_dir() else {path.name: path}
+    fitting = {name: one for name, one in files.items() if one == path or re.search(pattern, f"/{name}")}
+    if sum(one.stat().st_size for one in fitting.values()) > MAX_PACKAGE_BYTES:
+        raise DataError(f"{path}: its files have over {MAX_PACKAGE_BYTES} bytes")
+    for name, one in fitting.items():
+        yield name, one.read_bytes()
 
 
 def _item(id: str, title: str, question: str, command: str, source: str, authors: list[str]) -> Item:
@@ -302,7 +300,7 @@ class InterCodeSource(Source):
             raise DataError(f"{self._path}: holds no {QUERIES}; expected the wheel of intercode-bench")
         try:
             records = json.loads(texts[0])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{self._path}: {QUERIES} is not JSON: {error}") from error
         if not isinstance(records, list):
             raise DataError(f"{self._path}: {QUERIES}: expected a list of queries, received {str(records)[:100]}")
