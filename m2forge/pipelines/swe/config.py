@@ -34,8 +34,16 @@ class RepositoryConfig(Config):
     num_merged: Annotated[int, Field(gt=0, le=8)] = 1
     """Adjacent commits that are merged into one candidate."""
     pull_requests: str | None = None
-    """A dump of pull requests, JSON Lines with base_commit, merge_commit, title, body and issues; they become the
-    candidates instead of commits."""
+    """A file of pull requests, JSON Lines or arrays: records of GitHub's REST API, or objects with base_commit,
+    merge_commit, title, body and issues. Merged ones become the candidates instead of commits."""
+    issues: str | None = None
+    """A file of issues of GitHub's REST API. Those that a pull request closes ("fixes #12") become its statement."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.issues is not None and self.pull_requests is None:
+            raise ValueError("swe.repositories.issues: belongs to pull requests; set pull_requests too")
+        return self
 
 
 class BuildModelConfig(Config):

@@ -38,6 +38,7 @@ from m2forge.pipelines.stage import (
     SetStage,
     Source,
     Stage,
+    stamp,
 )
 from m2forge.pipelines.swe.candidate import Candidate, permissive
 from m2forge.pipelines.swe.code_review import Review as CodeReview
@@ -120,8 +121,8 @@ class _Specs(Source):
         ]
         for repository in self._config.repositories:
             parts.append(Clone(Path(repository.path), repository.package).commits(1)[0])
-            if repository.pull_requests is not None:
-                parts.append(_stamp(Path(repository.pull_requests)))
+            dumps = (repository.pull_requests, repository.issues)
+            parts += [_stamp(Path(dump)) for dump in dumps if dump is not None]
         paths = [*(path for pair in self._config.debian for path in pair), *self._config.injected_paths]
         return "\n".join([*parts, *(_stamp(file) for path in paths for file in release_files(Path(path)))])
 
@@ -139,12 +140,13 @@ class _Specs(Source):
                     id = f"{repository.package}-{commit[:12]}"
                     yield Item(id, {"reader": "git", **common, "commit": commit, "base": base})
                 continue
-            for number, record in read_pull_requests(Path(repository.pull_requests)):
+            issues = None if repository.issues is None else Path(repository.issues)
+            for number, record in read_pull_requests(Path(repository.pull_requests), issues):
                 id = f"{repository.package}-pull-{number}"
                 if isinstance(record, Rejection):
                     yield replace(record, id=id)
                 else:
-                    yield Item(id, {"reader": "pull request", **common, "record": cast("JsonValue", dict(record))})
+                    yield Item(id, {"reader": "pull request", **common, "record": dict(record)})
         for first, second in config.debian:
             id = "-".join(package_version(Path(second)))
             yield Item(id, {"reader": "debian", "old": first, "new": second})
@@ -159,11 +161,7 @@ class _Specs(Source):
 
 
 def _stamp(path: Path) -> str:
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise NotFoundError(f"{path}: cannot be read ({error.strerror})") from error
-    return f"{path} {status.st_size} {status.st_mtime_ns}"
+    return f"{path} {stamp(path)}"
 
 
 class _Sandboxed(Stage):
@@ -204,7 +202,7 @@ class _Candidates(_Sandboxed):
         clone = Clone(Path(str(data["path"])), str(data["package"]))
         if data["reader"] == "git":
             return clone.candidate(str(data["commit"]), str(data["base"]))
-        return pull_request_candidate(clone, cast("Mapping[str, object]", data["record"]))
+        return pull_request_candidate(clone, cast("Data", data["record"]))
 
     def _injected(self, item: Item, context: Context) -> Passed | Rejection:
         package, version = str(item.data["package"]), str(item.data["new"])

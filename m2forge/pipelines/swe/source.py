@@ -2,44 +2,35 @@
 
     sdists       consecutive releases of a package, downloaded once into the cache folder, checked by their digest
     history      commits of a clone that change source and tests, with their message
-    pull requests  JSON Lines of a dump, over a local clone that has the commits
+    pull requests  records of GitHub's API or of a dump, over a local clone that has the commits
     debian       two source packages (.dsc with its archives, or the upstream archives alone, local)
 
-Nothing of a project runs here, and archives are unpacked in memory: a link to a file of the archive is a copy of that
-file, while other links, devices, and paths that lead outside or into `.git` are left out. An archive that is damaged,
-that unpacks to more than its limits (bytes of headers and of what is left out count too), or whose names no file system
-can hold is refused with one message.
+Nothing of a project runs here, and archives are unpacked in memory (`archive`). Paths that lead outside or into `.git`
+are left out, and an archive whose names no file system can hold is refused with one message.
 """
 
-import bz2
-import gzip
 import hashlib
 import html
-import io
 import json
-import lzma
 import os
-import posixpath
 import re
 import subprocess
-import tarfile
 import urllib.error
 import urllib.parse
 import urllib.request
-import zipfile
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, cast
 
 from m2forge.compiled import cache_folder
 from m2forge.errors import DataError, NotFoundError
 from m2forge.files import write_atomic
+from m2forge.pipelines.archive import members
 from m2forge.pipelines.stage import Rejection
 from m2forge.pipelines.swe.candidate import Candidate, Text, make_candidate
 from m2forge.pipelines.swe.toolchains.c import without_generated
 from m2forge.pipelines.swe.tree import METADATA, Release, parse_metadata
+from m2forge.records import JsonValue
 from m2forge.tasks.folders.folder import FileKind, FolderFile
 
 INDEX = "https://pypi.org/simple"
@@ -49,12 +40,6 @@ MAX_TREE_BYTES = 128 << 20
 MAX_TREE_FILES = 20_000
 MAX_NAME, MAX_PATH = 255, 2000
 """Bytes of a part of a path, and of a path."""
-_HEADER_BYTES = 2048
-"""Header, long name and padding of a member of a tar."""
-_DAMAGED = (
-    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError),
-    *(NotImplementedError, RuntimeError),  # of a zip: another compression, a password
-)
 _FOREIGN = frozenset({"site-packages", "node_modules", "__pycache__"})
 """Folders that a maintainer's machine left in an archive."""
 
@@ -238,45 +223,142 @@ class Clone:
         return done.stdout
 
 
-def read_pull_requests(path: Path) -> Iterator[tuple[int, Mapping[str, object] | Rejection]]:
-    """The records of a dump by line: objects with `base_commit`, `merge_commit`, `title`, `body`, `issues` (each with
-    `title` and `body`), as GitHub's API has them; a line that is none is a rejection."""
+# -- pull requests ----------------------------------------------------------------------------------------------------
+
+_COMMIT_HASH = re.compile(r"[0-9a-f]{7,64}")
+_CLOSES = re.compile(
+    r"\b(?:close[sd]?|fix(?:e[sd])?|resolve[sd]?)\b:?\s+"
+    r"(?:https?://github\.com/(?P<url>[\w.-]+/[\w.-]+)/issues/|(?P<repository>[\w.-]+/[\w.-]+)?#)(?P<number>\d+)\b",
+    re.IGNORECASE,
+)
+
+
+def read_pull_requests(
+    path: Path, issues: Path | None = None
+) -> Iterator[tuple[int, Mapping[str, JsonValue] | Rejection]]:
+    """The pull requests of a file, numbered as they stand there, each with `merge_commit`, `base_commit` (None: its
+    first parent), `title`, `body` and `issues`, which have `title` and `body`. A record has these keys, or is one of
+    GitHub's REST API: merged, with the issues of the file `issues` that its text closes. What is neither is a
+    rejection."""
+    known = {} if issues is None else _read_issues(issues)
+    for number, record in _read_records(path):
+        yield number, record if isinstance(record, Rejection) else _pull_request(record, known)
+
+
+def _read_records(path: Path) -> Iterator[tuple[int, dict[str, JsonValue] | Rejection]]:
+    """Objects of JSON Lines, or of arrays, several of which may follow each other (`gh api --paginate`)."""
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, _pull_request(line)
+        data = path.read_bytes()
     except OSError as error:
         raise NotFoundError(f"{path}: cannot be read ({error.strerror})") from error
+    if data.lstrip().startswith(b"["):
+        yield from enumerate(_array_records(data.decode("utf-8-sig", errors="replace")), 1)
+        return
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if line.strip():
+            try:
+                yield number, _record(json.loads(line))
+            except (ValueError, RecursionError) as error:
+                yield number, _invalid(str(error), line.decode(errors="replace"))
 
 
-def _pull_request(line: bytes) -> Mapping[str, object] | Rejection:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return Rejection("invalid record", {"problem": str(error), "line": line[:200].decode(errors="replace")})
-    if not isinstance(record, dict):
-        return Rejection("invalid record", {"problem": "not an object", "line": line[:200].decode(errors="replace")})
-    for key in ("base_commit", "merge_commit"):
-        if not re.fullmatch(r"[0-9a-f]{7,64}", str(record.get(key, ""))):
-            return Rejection("invalid record", {"problem": f"{key}: expected a commit's hash"})
-    return record
+def _array_records(text: str) -> Iterator[dict[str, JsonValue] | Rejection]:
+    """Nothing can be told of what follows a fault, so the first one is the last record."""
+    decoder, at, wanted = json.JSONDecoder(), 0, "["
+    while (at := _after_space(text, at)) < len(text):
+        if text[at] not in wanted:
+            yield _invalid(f"expected one of {wanted!r}", text[at:])
+            return
+        mark, at = text[at], _after_space(text, at + 1)
+        if mark == "]" or (mark == "[" and text[at : at + 1] == "]"):
+            wanted = "[" if mark == "]" else "]"
+            continue
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            yield _invalid(str(error), text[at:])
+            return
+        yield _record(value)
+        wanted = ",]"
+    if wanted != "[":
+        yield _invalid("the array has no end", "")
 
 
-def pull_request_candidate(clone: Clone, record: Mapping[str, object]) -> Candidate | Rejection:
-    issues = record.get("issues")
+def _after_space(text: str, at: int) -> int:
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at
+
+
+def _record(value: object) -> dict[str, JsonValue] | Rejection:
+    return value if isinstance(value, dict) else _invalid("not an object", str(value))
+
+
+def _invalid(problem: str, text: str) -> Rejection:
+    return Rejection("invalid record", {"problem": problem, "text": text[:200]})
+
+
+def _read_issues(path: Path) -> dict[int, Mapping[str, JsonValue]]:
+    """Title and body of issues by their number. GitHub lists pull requests among them, which are left out."""
+    found: dict[int, Mapping[str, JsonValue]] = {}
+    for position, record in _read_records(path):
+        number = None if isinstance(record, Rejection) else record.get("number")
+        if isinstance(record, Rejection) or not isinstance(number, int):
+            problem = record.evidence["problem"] if isinstance(record, Rejection) else "no number"
+            raise DataError(f"{path}: record {position} is no issue of GitHub: {problem}")
+        if "pull_request" not in record:
+            found[number] = {key: record.get(key) for key in ("title", "body")}
+    return found
+
+
+def _pull_request(
+    record: Mapping[str, JsonValue], issues: Mapping[int, Mapping[str, JsonValue]]
+) -> Mapping[str, JsonValue] | Rejection:
+    is_github = "merge_commit_sha" in record
+    if is_github and not record.get("merged_at"):
+        return Rejection("not merged", {"number": record.get("number"), "state": record.get("state")})
+    commits = (
+        {"merge_commit": record.get("merge_commit_sha")}
+        if is_github
+        else {key: record.get(key) for key in ("merge_commit", "base_commit")}
+    )
+    for key, commit in commits.items():
+        if not _COMMIT_HASH.fullmatch(str(commit)):
+            where = "merge_commit_sha" if is_github else key
+            return _invalid(f"{where}: expected a commit's hash", str(commit))
+    closed: JsonValue = [dict(issue) for issue in _closed(record, issues)] if is_github else record.get("issues")
+    return {"base_commit": None, **commits, "title": record.get("title"), "body": record.get("body"), "issues": closed}
+
+
+def _closed(
+    record: Mapping[str, JsonValue], issues: Mapping[int, Mapping[str, JsonValue]]
+) -> Iterator[Mapping[str, JsonValue]]:
+    """The issues of the same repository that the text of a pull request closes."""
+    base = record.get("base")
+    repository = base.get("repo") if isinstance(base, dict) else None
+    name = repository.get("full_name") if isinstance(repository, dict) else None
+    found = dict.fromkeys(
+        int(match["number"])
+        for match in _CLOSES.finditer(_titled(record))
+        if (match["url"] or match["repository"] or name) == name
+    )
+    yield from (issues[number] for number in found if number in issues)
+
+
+def pull_request_candidate(clone: Clone, record: Mapping[str, JsonValue]) -> Candidate | Rejection:
+    """The change of a pull request that `read_pull_requests` has read."""
+    issues, base = record["issues"], record["base_commit"]
     listed = issues if isinstance(issues, list) else []
     texts = [Text("issue", _titled(issue)) for issue in listed if isinstance(issue, dict)]
     texts.append(Text("pull request", _titled(record)))
+    found = tuple(text for text in texts if text.text)
     try:
-        return clone.candidate(
-            str(record["merge_commit"]), str(record["base_commit"]), tuple(text for text in texts if text.text)
-        )
+        return clone.candidate(str(record["merge_commit"]), None if base is None else str(base), found)
     except DataError as error:
         return Rejection("commit missing", {"problem": str(error)})
 
 
-def _titled(record: Mapping[str, object]) -> str:
+def _titled(record: Mapping[str, JsonValue]) -> str:
     parts = (record.get("title"), record.get("body"))
     return "\n\n".join(part.strip() for part in parts if isinstance(part, str) and part.strip())
 
@@ -358,16 +440,11 @@ def _debian_changelog(dsc: Path, old: str) -> str:
 def _read_files(path: Path) -> dict[str, FolderFile]:
     """The files of an archive, without its one top folder."""
     files: dict[str, FolderFile] = {}
-    try:
-        for name, content, is_executable in _zip_members(path) if path.suffix == ".zip" else _tar_members(path):
-            parts = [part for part in name.split("/") if part not in ("", ".")][1:]
-            if parts and ".." not in parts and ".git" not in parts:
-                kind = FileKind.EXECUTABLE if is_executable else FileKind.FILE
-                files["/".join(parts)] = FolderFile(content, kind)
-    except DataError:
-        raise
-    except _DAMAGED as error:
-        raise DataError(f"{path}: cannot be unpacked: {error}") from error
+    for name, content, is_executable in members(path, MAX_TREE_BYTES, MAX_TREE_FILES):
+        parts = [part for part in name.split("/") if part not in ("", ".")][1:]
+        if parts and ".." not in parts and ".git" not in parts:
+            kind = FileKind.EXECUTABLE if is_executable else FileKind.FILE
+            files["/".join(parts)] = FolderFile(content, kind)
     if not files:
         raise DataError(f"{path}: holds no file in a top folder; expected a source archive")
     _check_paths(path, files)
@@ -392,71 +469,3 @@ def _check_paths(origin: Path, paths: Iterable[str]) -> None:
         for num in range(1, len(parts)):
             if (folder := "/".join(parts[:num])) in known:
                 raise DataError(f"{origin}: {folder!r} is a file and a folder")
-
-
-def _too_large(path: Path) -> DataError:
-    return DataError(f"{path}: unpacks to over {MAX_TREE_FILES} files or {MAX_TREE_BYTES} bytes")
-
-
-def _zip_members(path: Path) -> Iterator[tuple[str, bytes, bool]]:
-    num_left = MAX_TREE_BYTES
-    with zipfile.ZipFile(path) as archive:
-        if len(archive.infolist()) > MAX_TREE_FILES:
-            raise _too_large(path)
-        for info in archive.infolist():
-            if not info.is_dir():
-                with archive.open(info) as file:
-                    content = file.read(num_left + 1)
-                num_left -= len(content)
-                if num_left < 0:
-                    raise _too_large(path)
-                yield info.filename, content, bool(info.external_attr >> 16 & 0o100)
-
-
-def _tar_members(path: Path) -> Iterator[tuple[str, bytes, bool]]:
-    with _unpacked(path) as file, tarfile.open(fileobj=(limited := _Limited(file, path)), mode="r|") as tar:
-        files: dict[str, tuple[bytes, bool]] = {}
-        links: list[tuple[str, str]] = []
-        for number, member in enumerate(tar, 1):
-            if number > MAX_TREE_FILES:
-                raise _too_large(path)
-            name = posixpath.normpath(member.name)
-            if member.issym() and not member.linkname.startswith("/"):
-                links.append((name, posixpath.normpath(posixpath.join(posixpath.dirname(name), member.linkname))))
-            elif member.isfile() and (opened := tar.extractfile(member)) is not None:
-                files[name] = opened.read(), bool(member.mode & 0o100)
-                yield member.name, *files[name]
-        # The checksum stands at the end.
-        while limited.read(1 << 16):
-            pass
-    copies = [(name, *files[target]) for name, target in links if target in files]
-    if sum(len(content) for _, content, _ in copies) > MAX_TREE_BYTES:
-        raise _too_large(path)
-    yield from copies
-
-
-def _unpacked(path: Path) -> BinaryIO:
-    with path.open("rb") as file:
-        head = file.read(6)
-    if head.startswith(b"\x1f\x8b"):
-        return cast("BinaryIO", gzip.open(path))
-    if head.startswith(b"BZh"):
-        return cast("BinaryIO", bz2.open(path))
-    if head.startswith((b"\xfd7zXZ\0", b"\x5d\0\0")):
-        return cast("BinaryIO", lzma.open(path))
-    return path.open("rb")
-
-
-class _Limited(io.RawIOBase):
-    """The bytes of a tar, counted before tarfile keeps them: a header can be as large as a file."""
-
-    def __init__(self, file: BinaryIO, path: Path) -> None:
-        self._file, self._path = file, path
-        self._num_left = MAX_TREE_BYTES + MAX_TREE_FILES * _HEADER_BYTES
-
-    def read(self, size: int = -1) -> bytes:
-        data = self._file.read(min(size, self._num_left + 1) if size >= 0 else self._num_left + 1)
-        self._num_left -= len(data)
-        if self._num_left < 0:
-            raise _too_large(self._path)
-        return data

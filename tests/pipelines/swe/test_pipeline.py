@@ -1,8 +1,9 @@
 """`m2forge pipeline` with the pipeline `swe`, from a git history to a verified task folder."""
 
+import asyncio
 import json
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 
 from m2forge.cli import main
+from m2forge.pipelines.swe.source import Clone
 from m2forge.sandbox.channel import program
+from m2forge.sandbox.config import SandboxConfig
 from m2forge.sandbox.namespace import run_folder
-from m2forge.tasks.folders.folder import read_folders
+from m2forge.tasks.folders.folder import TaskFolder, read_folders
 from m2forge.tasks.folders.swe_bench import folder_record
+from m2forge.tasks.folders.trial import run_trials
 from tests.pipelines.endpoint import Endpoint, completion, serving
 from tests.pipelines.kills import check_kills
 from tests.pipelines.swe import projects
@@ -111,6 +115,88 @@ def test_a_commit_becomes_a_verified_task_folder(whole: Whole) -> None:
     assert "test_total" not in visible
     assert 'ENV SUMS_MODE="plain"\n' in (folder.path / "environment" / "Dockerfile").read_text()
     assert [stages[name]["num_asked"] for name in ("repair-1", "repair-2", "rewrite", "judge")] == [1, 0, 1, 1]
+
+
+@pytest.mark.slow
+def test_a_pull_request_of_github_becomes_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = (("Begin", projects.OLD), ("Merge pull request #2 from ada/total", projects.NEW))
+    (folder,) = folders_of(states, tmp_path, monkeypatch, is_github=True)
+    assert "Resolve this issue:\n\ntotal is too small" in folder.instruction()
+    assert folder_record(folder)["FAIL_TO_PASS"] == ["tests/test_sums.py::test_total_of_all_numbers"]
+    assert _yields(tmp_path / "runs" / "r")["source"]["rejected"] == {"not merged": 1}
+
+
+def folders_of(
+    states: Sequence[tuple[str, Mapping[str, str]]],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_github: bool = False,
+) -> list[TaskFolder]:
+    """Run the pipeline without a model on a history, or on GitHub's record of its last commit."""
+    require("namespace")
+    program()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    run_folder.cache_clear()
+    projects.write_history(folder / "clone", *states)
+    projects.write_wheels(["pytest"], "{}.{}".format(*host_python()))
+    lines = ['name = "r"', "workers = 1", "[[swe.repositories]]", f'path = "{folder}/clone"', 'package = "sums"']
+    if is_github:
+        (commit, *_) = Clone(folder / "clone", "sums").commits(1)
+        merged = {
+            "number": 2,
+            "title": "Fix total",
+            "body": "Fixes #1",
+            "merged_at": "2026",
+            "merge_commit_sha": commit,
+        }
+        (folder / "pulls.json").write_text(json.dumps([merged, {**merged, "number": 3, "merged_at": None}]))
+        (folder / "issues.json").write_text(json.dumps([{"number": 1, "title": "total is too small", "body": ""}]))
+        lines += [f'pull_requests = "{folder}/pulls.json"', f'issues = "{folder}/issues.json"']
+    (folder / "run.toml").write_text("\n".join(lines) + "\n")
+    assert main(["pipeline", str(folder / "run.toml"), "--runs", str(folder / "runs")]) == 0
+    run_folder.cache_clear()
+    found, rejected = read_folders(folder / "runs" / "r" / "tasks")
+    assert rejected == []
+    return found
+
+
+QUADRATIC = (
+    "\n\ndef uniques(numbers):\n    found = []\n    for number in numbers:\n        if number not in found:\n"
+    "            found.append(number)\n    return found\n"
+)
+LINEAR = "\n\ndef uniques(numbers):\n    return list(dict.fromkeys(numbers))\n"
+TEST_UNIQUES = (
+    "from sums import uniques\n\n\ndef test_uniques():\n    assert uniques([3, 1, 3]) == [3, 1]\n"
+    "    assert len(uniques(list(range(6000)))) == 6000\n"
+)
+
+
+@pytest.mark.long
+def test_a_quadratic_loop_becomes_a_task_of_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = {**projects.OLD, "sums.py": projects.SOURCE + QUADRATIC, "tests/test_uniques.py": TEST_UNIQUES}
+    more = {
+        "sums.py": projects.SOURCE + LINEAR,
+        "tests/test_uniques.py": TEST_UNIQUES + "    assert uniques([]) == []\n",
+    }
+    states = (("Begin", begin), ("uniques takes quadratic time; make it faster", more))
+    # The pipeline has run the solution, which has perf 1, and nothing, which has perf 0.
+    (folder,) = folders_of(states, tmp_path, monkeypatch)
+    assert "at most 80% of the CPU time" in folder.instruction()
+    assert folder_record(folder)["FAIL_TO_PASS"] == []
+    cheats = {
+        "emptied test": "printf 'def test_uniques():\\n    pass\\n' > tests/test_uniques.py",
+        "exit where nothing is reported": "printf 'import os, sys\\n%s' "
+        "'any(\"junit\" in one for one in sys.argv) or os._exit(0)' | cat - sums.py > new.py; mv new.py sums.py",
+        "plugin": "printf 'def pytest_runtest_call(item):\\n    item.obj = lambda: None\\n' > conftest.py",
+        "tests that always pass": "printf '%s\\n' 'import _pytest.python as p' "
+        "'p.Function.runtest = lambda self: None' | cat - sums.py > new.py; mv new.py sums.py",
+    }
+    trials, _ = asyncio.run(
+        run_trials([folder.path], list(cheats.values()), SandboxConfig(backend="namespace"), base_image="host")
+    )
+    perfs = [None if trial.verdict is None else trial.verdict.perf for trial in trials]
+    assert dict(zip(cheats, perfs, strict=True)) == dict.fromkeys(cheats, 0)
 
 
 @pytest.mark.long

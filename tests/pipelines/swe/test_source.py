@@ -1,6 +1,7 @@
 """Readers of candidates: archives, clones, dumps of pull requests, Debian sources."""
 
 import io
+import json
 import tarfile
 from pathlib import Path
 
@@ -108,6 +109,60 @@ def test_a_dump_of_pull_requests_goes_on_after_a_bad_line(tmp_path: Path) -> Non
     assert reasons == ["invalid record", "invalid record", "no parent", "invalid record"]
     assert isinstance(found[0], Candidate)
     assert [(text.kind, text.text) for text in found[0].texts[:2]] == [("issue", "Wrong sum"), ("pull request", "Fix")]
+
+
+def github(number: int, commit: str, **changes: object) -> dict[str, object]:
+    """The fields of GitHub's REST record of a pull request that count, and one of many that do not."""
+    base = {"sha": "0" * 40, "ref": "main", "repo": {"full_name": "ada/sums"}}
+    merged = {"merged_at": "2026-01-01T00:00:00Z", "merge_commit_sha": commit, "state": "closed"}
+    text = {"title": "Fix the total", "body": "Fixes #3, closes other/sums#4, see #5.\r\nResolves ada/sums#6"}
+    return {"number": number, "base": base, "user": {"login": "ada"}, **merged, **text, **changes}
+
+
+ISSUES = [{"number": n, "title": f"Issue {n}", "body": None} for n in (3, 4, 5)] + [
+    {"number": 6, "title": "A pull request", "pull_request": {}}
+]
+
+
+@pytest.mark.parametrize("form", ["lines", "array", "pages"])
+def test_records_of_github_become_candidates(form: str, tmp_path: Path) -> None:
+    projects.write_history(tmp_path / "clone", ("first", projects.OLD), ("Fix", projects.NEW))
+    clone = Clone(tmp_path / "clone", "sums")
+    new, old = clone.commits(2)
+    # The base was at another commit, which the clone lacks, when the branch began.
+    records = [github(1, new), github(2, new, merged_at=None, state="open"), github(7, "main")]
+    text = {
+        "lines": "\n".join(map(json.dumps, records)),
+        "array": json.dumps(records, indent=1),
+        "pages": json.dumps(records[:1]) + json.dumps(records[1:]) + "[]",
+    }[form]
+    (tmp_path / "pulls").write_text(text)
+    (tmp_path / "issues").write_text(json.dumps(ISSUES))
+    read = [record for _, record in read_pull_requests(tmp_path / "pulls", tmp_path / "issues")]
+    assert [one.reason for one in read if isinstance(one, Rejection)] == ["not merged", "invalid record"]
+    assert not isinstance(read[0], Rejection)
+    found = pull_request_candidate(clone, read[0])
+    assert isinstance(found, Candidate)
+    assert (found.origin["old"], found.origin["new"]) == (old, new)
+    assert [text.text for text in found.texts if text.kind == "issue"] == ["Issue 3"]
+    (alone,) = [text for text in found.texts if text.kind == "pull request"]
+    assert alone.text.startswith("Fix the total\n\nFixes #3")
+
+
+@pytest.mark.parametrize(
+    "text", ['[{"a": 1}, {"b"', '[{"a": 1} {}]', '[{"a": 1}', '[{"a": 1}, 7', '[{"a": 1}]x', "[[[["]
+)
+def test_a_damaged_array_ends_with_one_rejection(text: str, tmp_path: Path) -> None:
+    (tmp_path / "pulls").write_text(text)
+    found = [record for _, record in read_pull_requests(tmp_path / "pulls")]
+    assert all(isinstance(one, Rejection) and one.reason == "invalid record" for one in found)
+    assert 1 <= len(found) <= 3
+
+
+def test_a_file_without_issues_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "issues").write_text('[{"title": "no number"}]')
+    with pytest.raises(DataError, match="record 1 is no issue of GitHub: no number"):
+        list(read_pull_requests(tmp_path / "pulls", tmp_path / "issues"))
 
 
 def test_debian_sources_are_read_by_their_dsc(tmp_path: Path) -> None:
