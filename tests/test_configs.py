@@ -10,12 +10,12 @@ from m2forge.cli import COMMANDS
 from m2forge.config import Config, load
 from m2forge.corpus.config import CorpusConfig
 from m2forge.errors import ConfigError
-from m2forge.evaluate.config import EvalConfig
 from m2forge.model.config import ModelConfig
 from m2forge.pipelines.config import PipelineConfig
 from m2forge.pretrain.config import PretrainConfig
 from m2forge.rl.config import RLConfig
 from m2forge.sft.config import SFTConfig
+from m2forge.trials.config import TrialEvalConfig
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
@@ -25,7 +25,7 @@ KINDS: dict[str, type[Config]] = {
     "corpus": CorpusConfig,
     "pretrain": PretrainConfig,
     "sft": SFTConfig,
-    "eval": EvalConfig,
+    "eval": TrialEvalConfig,
     "rl": RLConfig,
     "pipeline": PipelineConfig,
 }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -102,6 +103,32 @@ def test_trials_give_rates_and_a_killed_evaluation_goes_on(
     assert cost == pytest.approx(sum(trial.num_tokens for trial in again) * 4e-6)
     assert evaluate(configured(scene, tmp_path / "out", seed=7), tmp_path) == 2
     assert "holds trials of another configuration" in capsys.readouterr().err
+
+
+def always_right(folder: Path, config: TrialsConfig) -> Engine:
+    tokenizer = load_tokenizer(folder)
+    format = make_format(config.gateway.format, tokenizer)
+    # A fresh script's first attempt is right.
+    return ScriptedEngine(tokenizer.vocab_size, script=lambda ids: Script(format)(ids), decode=tokenizer.decode_bytes)
+
+
+@pytest.mark.slow
+def test_two_policies_are_compared_at_task_folders(
+    scene: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    require("namespace")
+    folders = {"tasks": [f"folders:{scene / 'folders'}"], "num_tasks": 2}
+    for name, engine in (("first", scripted), ("second", always_right)):
+        monkeypatch.setattr(run, "open_native", engine)
+        options = () if name == "first" else (f"--set=trials.compare={tmp_path / 'first'}",)
+        (tmp_path / "eval.toml").write_text(dump(configured(scene, tmp_path / name, **folders)))
+        assert main(["eval", str(tmp_path / "eval.toml"), *options]) == 0
+    # By the folders' own tests, in the order in which the trials ran.
+    perfs = [[trial.perf for trial in read_trials(tmp_path / name / LINES_FILE)] for name in ("first", "second")]
+    assert perfs == [[1.0, 0.0] * 2, [1.0] * 4]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "against the other policy, 2 tasks: pass@1 100.0% and 50.0%, difference 50.0%" in printed
+    assert re.search(r"[12] tasks better, 0 worse", printed)
 
 
 def test_a_model_folder_is_sampled_by_the_native_engine(scene: Path, tmp_path: Path) -> None:
