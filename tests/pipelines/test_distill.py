@@ -15,9 +15,12 @@ from examples.table_tasks import Question, questions, write_folders
 from m2forge import cli
 from m2forge.config import build
 from m2forge.errors import ConfigError
+from m2forge.observe.metrics import read_metrics
 from m2forge.pipelines.config import PipelineConfig
 from m2forge.pipelines.run import run_pipeline
 from m2forge.pipelines.shell_agent import Malformed, clean_message
+from m2forge.sft.config import SFTConfig
+from m2forge.sft.stage import run_sft
 from tests.pipelines.endpoint import completion, serving
 from tests.rl.scene import make_model
 from tests.sandbox.places import require
@@ -143,6 +146,28 @@ def test_solutions_are_replayed_under_every_scaffold(asked: tuple[Path, list[Que
         for line in written
     )
     assert {line["messages"][0]["role"] for line in written} == {"system", "user"}
+    documents = [json.loads(path.read_text()) for path in (run / "atif").iterdir()]
+    assert {document["extra"]["verdict"]["perf"] for document in documents} == {1.0}
+    assert {document["session_id"] for document in documents} == {line["id"] for line in written}
+    check_corpus(run / "trajectories.jsonl", tmp_path)
+
+
+def check_corpus(corpus: Path, folder: Path) -> None:
+    """Trajectories of the pipeline go through fine-tuning, one step."""
+    lines = corpus.read_text().splitlines(keepends=True)[:3]
+    (folder / "corpus.jsonl").write_text("".join(lines))
+    data = {
+        "name": "sft",
+        "model": str(make_model(folder)),
+        "num_epochs": 1,
+        "pack_tokens": 8192,
+        "lr": {"start": 1e-3},
+        "data": {"context": 4096, "sources": [{"path": str(folder / "corpus.jsonl")}]},
+        "train": {"machine": {"device": "cpu", "num_threads": 1}},
+    }
+    run_sft(build(SFTConfig, data), folder)
+    (step,) = read_metrics(folder / "sft" / "metrics.jsonl")
+    assert step.values["loss"] > 0
 
 
 @pytest.mark.parametrize(
