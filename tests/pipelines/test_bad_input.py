@@ -341,6 +341,18 @@ def test_a_dump_that_is_none_is_one_message(
     assert message in refused(tmp_path, posts(tmp_path / name), capsys)
 
 
+@pytest.mark.parametrize(
+    ("num_merged", "rejected"), [(1, {"tests unchanged": 1, "no parent": 1}), (2, {"no parent": 1})]
+)
+def test_adjacent_commits_are_merged(num_merged: int, rejected: dict[str, int], tmp_path: Path) -> None:
+    states = [("Begin", projects.OLD), ("Fix", {"sums.py": projects.FIXED}), ("Test", projects.NEW)]
+    projects.write_history(tmp_path / "clone", *states)
+    assert run(tmp_path, f"{repository(tmp_path / 'clone')}num_merged = {num_merged}\n") == 0
+    assert reasons(tmp_path, "rejected")["candidate"] == rejected
+    # The commit that changes tests alone, or both together.
+    assert reasons(tmp_path, "rejected")["build"] == {READ: 1}
+
+
 # -- packages ----------------------------------------------------------------------------------------------------------
 
 EG = tarred(

@@ -9,6 +9,7 @@ from typing import cast
 import pytest
 
 from m2forge.pipelines.stage import Rejection
+from m2forge.pipelines.swe.candidate import Text
 from m2forge.pipelines.swe.environment import MutantLimit, Runner
 from m2forge.pipelines.swe.mutation import mutant_key, mutations
 from m2forge.pipelines.swe.task import (
@@ -21,6 +22,7 @@ from m2forge.pipelines.swe.task import (
     compare,
     is_killed,
     is_uncompiled,
+    observe,
     route,
     run_mutants,
 )
@@ -77,6 +79,39 @@ def test_routes_follow_errors_names_and_words() -> None:
     absent = Observation(("t",), ("p",), (), {"t": "AttributeError: module 'sums' has no attribute 'x'"}, 0)
     assert route(candidate, wrong) is Route.BUG
     assert route(candidate, absent) is Route.FEATURE
+    unchanged = Observation((), ("p",), (), {}, 0)
+    said = {text: replace(candidate, texts=(Text("commit", text),)) for text in ("Speed up total", "Refactor total")}
+    assert [route(one, unchanged) for one in said.values()] == [Route.PERF, Route.REFACTOR]
+    # What tests see comes before what is said.
+    assert {route(one, wrong) for one in said.values()} == {Route.BUG}
+    assert route(replace(candidate, patch=""), unchanged) is Route.TEST
+    assert route(replace(candidate, patch=""), wrong) is Route.TEST
+
+
+class Reporting:
+    """A runner whose runs, three after the golden patch and three before it, report this."""
+
+    def __init__(self, *runs: TestRun) -> None:
+        self._runs = list(runs)
+
+    async def run(self, *_: object) -> TestRun:
+        return self._runs.pop(0)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_one_run_that_is_cut_by_time_decides_nothing(number: int) -> None:
+    old, new = "tests/test_sums.py::test_first", "tests/test_sums.py::test_total_of_all_numbers"
+    whole = [TestRun({old: P, new: P})] * 3 + [TestRun({old: P, new: F}, {new: "assert 5 == 6"})] * 3
+
+    def observe_all(runs: Sequence[TestRun]) -> Observation | Rejection:
+        runner = cast("Runner", Reporting(*runs))
+        return asyncio.run(observe(projects.candidate(), TaskImage("host"), runner))
+
+    assert isinstance(observe_all(whole), Observation)
+    whole[number] = TestRun(problem="unfinished: longer than 300 s")
+    found = observe_all(whole)
+    assert isinstance(found, Rejection)
+    assert found.reason == "unfinished"
 
 
 def test_added_lines_are_those_after_the_patch() -> None:
