@@ -156,7 +156,7 @@ def check_corpus(corpus: Path, folder: Path) -> None:
     """Trajectories of the pipeline go through fine-tuning, one step."""
     lines = corpus.read_text().splitlines(keepends=True)[:3]
     (folder / "corpus.jsonl").write_text("".join(lines))
-    data = {
+    data: dict[str, Any] = {
         "name": "sft",
         "model": str(make_model(folder)),
         "num_epochs": 1,
