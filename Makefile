@@ -22,7 +22,7 @@ SHM := $(shell [ "$$(df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 { print $$4 }')"
 	&& ! grep -q ' /dev/shm .*noexec' /proc/mounts && echo /dev/shm)
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 PYTHONDONTWRITEBYTECODE= $(SHM:%=TMPDIR=%)
 # A file stays with one worker, so that what its tests share is made once; the dearest files come first (tests/cost.py), and a
-# third worker runs those that mostly wait (tests/schedule.py).
+# two more workers run those that mostly wait (tests/schedule.py).
 WORKERS := --dist loadfile --no-loadscope-reorder $(if $(SHM),-o tmp_path_retention_policy=failed)
 
 DEMO_REQUIREMENTS := $(patsubst %,requirements/%.txt,demo runtime torch portable)

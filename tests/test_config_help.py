@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from m2forge.command_config import config_kinds
+from m2forge.config_class import Config
 from m2forge.config_help import render_schema
 from m2forge.config_schema import read_schema
 from m2forge.pretrain.config import PretrainConfig
@@ -37,15 +38,27 @@ def test_help_holds_the_schema_without_torch_and_styles(command: str) -> None:
     out = run_help(command, 100)
     assert out.startswith(f"usage: m2forge {command}")
     assert "\x1b" not in out
-    words = " ".join(out.split())
     for option, kind in config_kinds(command).items():
-        assert f"{option} TABLE.KEY=VALUE" in words
-        for table in read_schema(kind):
-            assert table.header in out
-            for key in table.keys:
-                assert (f"\n{key.name} = {key.default}" if key.default else f"\n{key.name}") in out
-                assert key.type in words
-                assert key.doc in words
+        assert f"{option} TABLE.KEY=VALUE" in " ".join(out.split())
+        require_schema(out, kind)
+
+
+def require_schema(out: str, kind: type[Config]) -> None:
+    words = " ".join(out.split())
+    for table in read_schema(kind):
+        assert table.header in out
+        for key in table.keys:
+            assert (f"\n{key.name} = {key.default}" if key.default else f"\n{key.name}") in out
+            assert key.type in words
+            assert key.doc in words
+
+
+@pytest.mark.parametrize("command", ["corpus", "sft", "eval", "pipeline", "serve", "chat", "tasks"])
+def test_the_schema_of_other_commands_is_whole(command: str) -> None:
+    kinds = config_kinds(command)
+    assert kinds
+    for option, kind in kinds.items():
+        require_schema("\n" + render_schema(kind, option, Console(width=100)), kind)
 
 
 def test_lines_are_as_long_as_the_terminal_is_wide() -> None:

@@ -4,24 +4,28 @@ import argparse
 import ast
 import builtins
 import importlib
+import json
 import random
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from m2forge import cli
-from m2forge.command_config import config_kinds
+from m2forge.command_config import config_kind, config_kinds
 from m2forge.config import Config, build, load, parse_overrides
 from m2forge.config_class import annotations_at
 from m2forge.errors import M2ForgeError
 from m2forge.model.checkpoint import load_model
 from m2forge.tasks.catalog import find_family
+from m2forge.tasks.folders.task_toml import Provenance, parse_provenance
 from tests.inference.folder import write_model
 from tests.inference.scripted import script_engine
 
@@ -246,6 +250,56 @@ def test_scripts_and_commands_in_the_text_exist(page: Path) -> None:
     assert [script for script in scripts if not (ROOT / script).exists()] == []
     names = re.findall(r"`m2forge ([a-z]+)\b", text)
     assert [name for name in names if name not in cli.COMMANDS] == []
+
+
+TOML = [block for block in BLOCKS if block.language == "toml"]
+
+
+def toml_problems(text: str, before: str = "") -> list[str]:
+    """What is wrong with a fragment of a configuration: for each command, in the words of its config class. Empty if
+    one accepts the fragment, alone or below the fragment `before`; keys that it requires may be missing."""
+    table = tomllib.loads(text)
+    if "metadata" in table:
+        parse_provenance(table, "task.toml")  # which ignores what it does not know
+        unknown = table["metadata"]["m2forge"].keys() - Provenance.model_fields.keys()
+        return [f"task.toml: {key}: unknown" for key in unknown]
+    problems = []
+    for command in cli.COMMANDS:
+        kind = config_kind(command)
+        if kind is None:
+            continue
+        try:
+            kind.model_validate_json(json.dumps(kind.complete(table)))
+        except ValidationError as error:
+            if found := [details for details in error.errors() if details["type"] != "missing"]:
+                problems.append(f"{command}: {found[0]['loc']}: {found[0]['msg']}")
+                continue
+        return []
+    return toml_problems(before + text) and problems if before else problems
+
+
+@pytest.mark.parametrize("number", range(len(TOML)), ids=[str(block) for block in TOML])
+def test_toml_is_valid_for_a_command_or_a_task_folder(number: int) -> None:
+    block, before = TOML[number], TOML[number - 1] if number else None
+    assert toml_problems(block.text, before.text if before and before.page == block.page else "") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[agent]\nkind = 'command'\ncommand = ['a']\nmax_concurent = 1", "max_concurent"),
+        ("[eval]\nevery = 'often'", "every"),
+        ("[metadata.m2forge]\npakage = 'a'", "pakage"),
+    ],
+)
+def test_toml_that_no_command_accepts_is_found(text: str, problem: str) -> None:
+    assert any(problem in found for found in toml_problems(text))
+
+
+def test_the_readme_lists_all_extras() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (listed,) = re.findall(r"# extras: (.*)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert set(listed.split(", ")) == set(extras)
 
 
 def test_the_index_lists_every_page() -> None:
