@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from m2forge.model.architecture import adapted_layers
-from m2forge.model.config import LoRAConfig, ModelConfig
+from m2forge.model.config import ModelConfig
 from m2forge.model.preset import PRESETS
 
 CONTEXTS = (4096, 32_768, 196_608)
@@ -136,22 +135,6 @@ def block_parameters(config: ModelConfig, layer: int) -> dict[str, int]:
 def qkv_biases(config: ModelConfig) -> int:
     """Biases of one layer's projections to q, k and v."""
     return config.attention.q_width + 2 * config.attention.kv_width if config.attention.qkv_bias else 0
-
-
-def adapter_parameters(config: ModelConfig, lora: LoRAConfig) -> int:
-    """Parameters of the adapters of `lora`."""
-    attention, hidden = config.attention, config.hidden_size
-    widths = {"q_proj": attention.q_width, "k_proj": attention.kv_width, "v_proj": attention.kv_width}
-    total = 0
-    for layer, part in adapted_layers(config, lora).items():
-        short = layer.rpartition(".")[2]
-        dense = config.intermediate_size or 0
-        # The other side of the weight: each has the hidden size on one.
-        other = attention.q_width if short == "o_proj" else widths.get(short)
-        if other is None:
-            other = dense if part.expert is None or config.moe is None else config.moe.intermediate_size
-        total += lora.rank * (hidden + other)
-    return total
 
 
 def _is_m2(config: ModelConfig) -> bool:

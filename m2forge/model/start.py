@@ -1,7 +1,7 @@
-"""The weights that training starts from, or goes on from: those of a folder, or drawn ones.
+"""The weights that training starts from, or resumes from: those of a folder, or drawn ones.
 
 A network is built without memory, divided among ranks where there are several, and then filled with the rows that this
-process holds: no rank reads or holds a whole network of which it trains a part.
+process holds: a rank that trains a part of a network reads and holds no more than that part.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ class Start:
     lora: LoRAConfig | None = None
     """Adapters, trained in place of the weights."""
     adapter: Path | None = None
-    """Folder of the adapters to go on from; None: they change nothing yet."""
+    """Folder of the adapters to resume from; None: they change nothing yet."""
 
     def network(self, device: torch.device | str, dtype: torch.dtype) -> Transformer:
         """The network without its weights; on the meta device without memory for them."""
@@ -83,8 +83,8 @@ def start_from(folder: Path, lora: LoRAConfig | None = None) -> Start:
     return Start(source.config, folder, token_ids=source.token_ids, lora=lora)
 
 
-def go_on_from(folder: Path) -> Start:
-    """Go on training what is in `folder`: as `start_from`, but an adapter is not merged."""
+def resume_from(folder: Path) -> Start:
+    """Resume training from `folder`: as `start_from`, but an adapter is not merged."""
     merged = start_from(folder)
     if not is_adapter_folder(folder):
         return merged

@@ -225,26 +225,6 @@ def _band_keys(sets: Sequence[UInt64Array], threshold: float) -> Iterator[UInt64
 # -- functions for the stages ------------------------------------------------------------------------------------------
 
 
-def filled_variants(key: str, pools: Mapping[str, Sequence[str]], num: int) -> Callable[[Item, Context], list[Fields]]:
-    """Variants of a text with `{name}` replaced by members of the pools: `num` of all combinations, drawn at random."""
-
-    def variants(item: Item, context: Context) -> list[Fields]:
-        text = item.text(key)
-        names = [name for name in pools if f"{{{name}}}" in text]
-        num_all = math.prod(len(pools[name]) for name in names)
-        chosen = sorted(context.random(item).sample(range(num_all), min(num, num_all)))
-        return [{key: _filled(text, names, pools, number)} for number in chosen]
-
-    return variants
-
-
-def _filled(text: str, names: Sequence[str], pools: Mapping[str, Sequence[str]], number: int) -> str:
-    for name in names:
-        number, index = divmod(number, len(pools[name]))
-        text = text.replace(f"{{{name}}}", pools[name][index])
-    return text
-
-
 def model_texts(model: str, prompt: str, num: int) -> Callable[[str, Context], list[str]]:
     """A text in, `num` texts that a model makes of it out. `prompt`: what the model shall do."""
     system = (

@@ -13,7 +13,7 @@ the file's place. Either is loaded by any mesh, each rank reading what it will h
 A checkpoint is written to a temporary folder and renamed, so the newest one that exists is complete. Resuming from it
 gives bit-identical results to a run without the interruption.
 
-It is written in a thread while training goes on. Ranks copy what lies in GPU memory to host memory first. Everything
+A thread writes it while training continues. Ranks first copy what lies in GPU memory to host memory. Everything
 else is written from where it lies, and the next update waits for the end: until then nothing changes it. An error of
 the thread is raised by the next save, update or `wait`.
 """
@@ -35,7 +35,7 @@ from m2forge.files import commit_folder, staged_folder
 from m2forge.model.checkpoint import save_model, write_identity
 from m2forge.model.lora import is_adapter
 from m2forge.model.rows import Rows
-from m2forge.model.start import Start, go_on_from
+from m2forge.model.start import Start, resume_from
 from m2forge.model.tensor_source import TensorHeader
 from m2forge.model.transformer import Transformer
 from m2forge.train.config import CheckpointConfig
@@ -207,13 +207,8 @@ def _on_host(rows: Rows) -> Rows:
 
 
 def load_start(folder: Path) -> Start:
-    """What a run goes on from."""
-    return go_on_from(folder / MODEL_FOLDER)
-
-
-def load_checkpoint_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """The whole network in a checkpoint."""
-    return load_start(folder).build(device, dtype)
+    """The model state from which a run resumes."""
+    return resume_from(folder / MODEL_FOLDER)
 
 
 def restore(engine: TrainEngine, folder: Path) -> None:

@@ -26,7 +26,7 @@ from m2forge.model.lora import (
     attach,
     is_adapter,
 )
-from m2forge.model.start import go_on_from
+from m2forge.model.start import resume_from
 from m2forge.model.tensor_source import refuse_misfits
 from m2forge.model.transformer import Transformer
 from tests.model.draw import SMALL, model_configs
@@ -122,7 +122,7 @@ def test_a_sampler_merges_the_very_bits_that_were_trained(tmp_path: Path) -> Non
 
 def test_training_goes_on_from_a_saved_adapter(tmp_path: Path) -> None:
     model = saved(SMALL, LoRAConfig(rank=4, targets=("v_proj", r"experts\.\d+\.w2")), tmp_path)
-    again = go_on_from(tmp_path / "adapter").build("cpu", torch.float64)
+    again = resume_from(tmp_path / "adapter").build("cpu", torch.float64)
     assert again.lora == model.lora
     assert [name for name, one in model.state_dict().items() if not torch.equal(one, again.state_dict()[name])] == []
     assert [parameter.requires_grad for parameter in again.parameters()] == [
@@ -189,7 +189,7 @@ def test_peft_loads_ours_and_we_load_pefts(family: str, tmp_path: Path) -> None:
         found.logits(found(tokens).hidden_ND).view(2, 9, -1), other(tokens).logits, rtol=1e-4, atol=1e-5
     )
     with pytest.raises(CheckpointError, match="another program"):
-        go_on_from(tmp_path / "theirs")
+        resume_from(tmp_path / "theirs")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from m2forge.pipelines.shared_stage import (
     Select,
     Teach,
     Verify,
-    filled_variants,
     model_scores,
     model_teacher,
     model_texts,
@@ -106,13 +105,9 @@ def test_select_takes_the_highest_ranks_of_each_group(tmp_path: Path) -> None:
     assert counted.rejected == {"over the cap of its group": 2}
 
 
-def test_expand_fills_templates_and_asks_models(tmp_path: Path) -> None:
-    pools = {"size": ["small", "large"], "thing": ["list", "tree", "graph"], "unused": ["x"]}
-    found, _ = passed(tmp_path / "a", texts("a {size} {thing}"), Expand(filled_variants("text", pools, 4)))
-    made = [text(item) for item in found]
-    assert made[0] == "a {size} {thing}"
-    assert len(set(made[1:])) == 4
-    assert all("{" not in one for one in made[1:])
+def test_expand_adds_variants_and_asks_models(tmp_path: Path) -> None:
+    found, _ = passed(tmp_path / "a", texts("a"), Expand(lambda item, context: [{"text": "b"}, {"text": "c"}]))
+    assert [text(item) for item in found] == ["a", "b", "c"]
     rewrite = model_texts("m", "Rewrite.", 2)
     stage = Expand(lambda item, context: [{"text": one} for one in rewrite(text(item), context)], keeps_original=False)
     found, counted = passed(tmp_path / "b", texts("one"), stage, lambda *_: completion('["eins", "uno"]'))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from m2forge.errors import CheckpointError
-from m2forge.train.checkpoint import CheckpointStore, load_checkpoint_model, restore
+from m2forge.train.checkpoint import CheckpointStore, load_start, restore
 from m2forge.train.config import CheckpointConfig, OptimizerConfig
 from m2forge.train.engine import TrainEngine
 from m2forge.train.position import POSITION_FILE, Best, Position, begun_phase, read_position
@@ -32,7 +32,7 @@ def test_training_goes_on_with_the_same_bits(tmp_path: Path, dtype: torch.dtype)
     store.save(engine, position)
     folder = store.newest()
     assert folder is not None
-    again = TrainEngine(load_checkpoint_model(folder, CPU, dtype), OptimizerConfig(), router_bias="balanced")
+    again = TrainEngine(load_start(folder).build(CPU, dtype), OptimizerConfig(), router_bias="balanced")
     restore(again, folder)
     assert read_position(folder) == position
     assert again.model.token_ids == {"eos_token_id": 7}

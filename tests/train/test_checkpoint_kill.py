@@ -13,7 +13,7 @@ import torch
 from m2forge.model.checkpoint import load_model
 from m2forge.model.start import Start
 from m2forge.records import JsonValue
-from m2forge.train.checkpoint import CheckpointStore, load_checkpoint_model, restore
+from m2forge.train.checkpoint import CheckpointStore, load_start, restore
 from m2forge.train.config import CheckpointConfig, OptimizerConfig, TrainConfig
 from m2forge.train.engine import TrainEngine
 from m2forge.train.loop import PackSource, TrainLoop
@@ -57,7 +57,7 @@ def make_store(folder: Path, keep: int = 2) -> CheckpointStore:
 
 
 def assert_whole(folder: Path, expected: TrainEngine) -> None:
-    model = load_checkpoint_model(folder, torch.device("cpu"), torch.float32)
+    model = load_start(folder).build(torch.device("cpu"), torch.float32)
     engine = TrainEngine(model, CONFIG, router_bias="balanced")
     restore(engine, folder)
     assert all(torch.equal(x, expected.model.state_dict()[name]) for name, x in engine.model.state_dict().items())

@@ -21,7 +21,7 @@ from torch import Tensor
 from m2forge.errors import ConfigError, TrainingError
 from m2forge.model.config import LoRAConfig
 from m2forge.train.batch import make_batch
-from m2forge.train.checkpoint import CheckpointStore, load_checkpoint_model, restore
+from m2forge.train.checkpoint import CheckpointStore, load_start, restore
 from m2forge.train.config import CheckpointConfig, MeshConfig, WalkConfig
 from m2forge.train.parallel import (
     SINGLE_RANK,
@@ -154,7 +154,7 @@ def resume(case: Case, ranks: ProcessRanks, folder: Path, step: int) -> list[str
 
 def load_engine(case: Case, ranks: Ranks, folder: Path, step: int) -> RecordingEngine:
     path = checkpoint_path(folder, step)
-    engine = make_engine(case, ranks, load_checkpoint_model(path, CPU, torch.float64))
+    engine = make_engine(case, ranks, load_start(path).build(CPU, torch.float64))
     restore(engine, path)
     return engine
 

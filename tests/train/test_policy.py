@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from m2forge.model.preset import preset
 from m2forge.records import Call, Sampling
 from m2forge.train.batch import make_tree_batch
-from m2forge.train.checkpoint import CheckpointStore, load_checkpoint_model, restore
+from m2forge.train.checkpoint import CheckpointStore, load_start, restore
 from m2forge.train.config import CheckpointConfig, OptimizerConfig, PolicyConfig, RouterBias
 from m2forge.train.engine import TrainEngine
 from m2forge.train.loss.policy import policy_loss
@@ -317,7 +317,7 @@ def test_training_on_trees_goes_on_with_the_same_bits(tmp_path: Path, dtype: tor
     store.save(engine, Position(step=2))
     folder = store.newest()
     assert folder is not None
-    again = TrainEngine(load_checkpoint_model(folder, torch.device("cpu"), dtype), OptimizerConfig(), policy=policy)
+    again = TrainEngine(load_start(folder).build(torch.device("cpu"), dtype), OptimizerConfig(), policy=policy)
     restore(again, folder)
     for _ in range(2):
         values = [each.step(trees, lr=1e-2).read() for each in (engine, again)]

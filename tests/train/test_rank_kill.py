@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from m2forge.model.start import Start
-from m2forge.train.checkpoint import CheckpointStore, load_checkpoint_model, restore
+from m2forge.train.checkpoint import CheckpointStore, load_start, restore
 from m2forge.train.config import CheckpointConfig, MachineConfig, MeshConfig, OptimizerConfig
 from m2forge.train.engine import TrainEngine
 from m2forge.train.machine import load_network
@@ -80,7 +80,7 @@ def dies(folder: Path, victim: int, number: int) -> bool:
 
 
 def content(folder: Path) -> dict[str, torch.Tensor]:
-    model = load_checkpoint_model(folder, torch.device("cpu"), torch.float64)
+    model = load_start(folder).build(torch.device("cpu"), torch.float64)
     engine = TrainEngine(model, OptimizerConfig())
     restore(engine, folder)
     return dict(model.state_dict()) | {name: rows.tensor for name, rows in engine.optimizer.held().items()}

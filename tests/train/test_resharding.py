@@ -14,7 +14,7 @@ from m2forge.model.checkpoint import copy_model, load_model, open_source, save_m
 from m2forge.model.config import LoRAConfig
 from m2forge.model.convert import export_model
 from m2forge.model.lora import is_adapter
-from m2forge.model.start import Start, go_on_from, start_from
+from m2forge.model.start import Start, resume_from, start_from
 from m2forge.model.tensor_source import refuse_misfits
 from m2forge.model.transformer import Transformer
 from m2forge.train.checkpoint import CheckpointStore, load_start, restore
@@ -191,7 +191,7 @@ def test_an_adapter_that_ranks_saved_stays_one(folder: Path, problems: list[str]
     saved = checkpoint_of(folder, "lora", "replicate shard") / "model"
     weights = torch.load(folder / "lora replicate shard.pt", weights_only=False)["weights"]
     copy_model(saved, tmp_path / "copied")
-    ours = go_on_from(tmp_path / "copied").build("cpu", torch.bfloat16).state_dict()
+    ours = resume_from(tmp_path / "copied").build("cpu", torch.bfloat16).state_dict()
     assert any(is_adapter(name) for name in ours)
     assert [name for name in ours if not torch.equal(ours[name], weights[name])] == []
     merged, again = open_source(saved), open_source(tmp_path / "copied")
