@@ -88,7 +88,7 @@ def describe_corpus(config: "CorpusConfig", dest: Path, num_workers: int) -> Ite
     elif dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
         raise ExistsError(f"{dest} holds something else than this corpus; choose another destination or remove it")
     else:
-        state = "would go on with the unfinished build" if work_root(dest).exists() else "new"
+        state = "would resume the unfinished build" if work_root(dest).exists() else "new"
         yield "destination", f"{dest}: {state}"
 
 

@@ -270,7 +270,7 @@ class Sandbox(Protocol):
         ...
 
     async def snapshot(self) -> Snapshot:
-        """Freeze the files as they are. Running processes are stopped meanwhile and then go on."""
+        """Freeze the files as they are. Running processes are stopped meanwhile, then continue."""
         ...
 
     async def fork(self, snapshot: Snapshot) -> "Sandbox":

@@ -277,7 +277,7 @@ class Call:
     """One array that prompt and response are views of, if they were copied on construction."""
 
     def __post_init__(self) -> None:
-        path = _joined(self.prompt_ids, self.response_ids)
+        path = _concat(self.prompt_ids, self.response_ids)
         object.__setattr__(self, "_path", path)
         if path is not None:
             num_prompt = self.prompt_ids.size
@@ -409,7 +409,7 @@ def _require_json(record: str, name: str, value: Mapping[str, JsonValue]) -> Non
         raise RecordError(f"{record}: {name}: expected JSON values only ({error})") from error
 
 
-def _joined(first: npt.ArrayLike, second: npt.ArrayLike) -> IntArray | None:
+def _concat(first: npt.ArrayLike, second: npt.ArrayLike) -> IntArray | None:
     """Two arrays of ids as one read-only copy: one pass validates and copies both. None if one can be used uncopied, or
     `_int_array` has to convert or reject one."""
     if not (isinstance(first, np.ndarray) and isinstance(second, np.ndarray)):

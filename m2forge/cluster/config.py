@@ -39,7 +39,7 @@ class ClusterConfig(Config):
     which needs fewer processes; they then end with it. With hosts, attempts outlive a loop that is killed, and the loop
     runs only the attempts of evaluations."""
     outlive_s: Annotated[float, Field(gt=0)] = 600.0
-    """How long agent hosts, gateway and sampler go on after the loop was killed, until a resumed loop finds them."""
+    """How long hosts, gateway and sampler keep running after the loop was killed, until a resumed loop finds them."""
     ray: RayConfig = RayConfig()
 
     @model_validator(mode="after")

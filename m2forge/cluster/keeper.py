@@ -11,7 +11,7 @@ Ray cluster, otherwise as children on this machine. Loop and keeper exchange lin
     {"do": "start" or "stop", "name"}          {"name", "ended": error or null} once it has ended
     {"do": "end"}                              the keeper stops everything and exits
 
-If the loop's connection breaks, the roles go on, and dead ones are restarted. A resumed loop with the same fingerprint,
+If the loop's connection breaks, roles keep running, dead ones are restarted. A resumed loop with the same fingerprint,
 that is with the same code and configuration, finds them under their URLs and keys; one with another fingerprint ends
 them. Without a loop the keeper ends after OUTLIVE_S. Its children die with it; the loop then starts another keeper and
 launches the roles again at the same addresses and with the same keys.
@@ -321,7 +321,7 @@ class Keeper:
         finally:
             if self._loop is writer and not self._over.is_set():
                 self._loop = None
-                _log.warning("the loop is gone; processes go on for %g s", self._outlive_s)
+                _log.warning("the loop is gone; processes keep running for %g s", self._outlive_s)
                 self._expire_later()
 
     async def _obey(self, message: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ class Resolved:
 
     shares: dict[str, float]
     epochs: dict[str, float]
-    """Epochs over each domain while as many tokens are drawn as the corpus has."""
+    """Epochs over each domain in a training run whose tokens number as many as the corpus's."""
 
 
 def resolve_mixture(config: MixtureConfig, num_tokens: Mapping[str, int]) -> Resolved:

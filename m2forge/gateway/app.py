@@ -72,13 +72,13 @@ from m2forge.gateway.dialects.openai.responses import RESPONSES
 from m2forge.gateway.dialects.types import Dialect, Fields, notice_headers, refuse_value
 from m2forge.gateway.episodes.episode import BudgetError, ClosedError, Episode
 from m2forge.gateway.episodes.registry import Episodes, hash_key
-from m2forge.gateway.http.connection import REFUSAL, Owners
+from m2forge.gateway.http.connection import HTTP_ERROR, Owners
 from m2forge.gateway.http.limits import (
     ClientDisconnected,
     Headers,
+    HTTPError,
     Pairs,
     Receive,
-    Refusal,
     Scope,
     Send,
     code_of,
@@ -188,8 +188,8 @@ class GatewayApp:
             return
         self.calls.share.num_requests += 1
         try:
-            if REFUSAL in scope:
-                raise scope[REFUSAL]
+            if HTTP_ERROR in scope:
+                raise scope[HTTP_ERROR]
             headers = read_headers(scope, self._config.max_header_bytes)
             path, name = _match(scope["path"])
             is_admin = path == admin.PATH or path.startswith(f"{admin.PATH}/")
@@ -197,11 +197,11 @@ class GatewayApp:
                 self._require_admin(headers)
             handlers = self._routes.get(path, {})
             if not handlers:
-                raise Refusal(404, "there is no such route here")
+                raise HTTPError(404, "there is no such route here")
             handle = handlers.get(scope["method"])
             if handle is None:
                 methods = f"the route accepts only {' and '.join(handlers)}"
-                raise Refusal(405, methods, allowed=", ".join(handlers))
+                raise HTTPError(405, methods, allowed=", ".join(handlers))
             await handle(Incoming(scope, headers, name, receive, send))
         except ClientDisconnected:
             pass
@@ -236,16 +236,16 @@ class GatewayApp:
         key = read_key(headers)
         episode = self.episodes.find(key) if key else None
         if episode is None:
-            raise Refusal(401, "the key of an episode is needed: send it as Authorization: Bearer KEY, or x-api-key")
+            raise HTTPError(401, "the key of an episode is needed: send it as Authorization: Bearer KEY, or x-api-key")
         return episode
 
     def _require_admin(self, headers: Headers) -> None:
         # Compares hashes in constant time, so that timing reveals neither content nor length of the key.
         sent = hash_key(read_key(headers))
         if self._admin_hash is None:
-            raise Refusal(403, "this gateway has no admin key, so it takes no admin requests; start it with one")
+            raise HTTPError(403, "this gateway has no admin key, so it takes no admin requests; start it with one")
         if not hmac.compare_digest(sent, self._admin_hash):
-            raise Refusal(401, "the admin key is needed: send Authorization: Bearer KEY")
+            raise HTTPError(401, "the admin key is needed: send Authorization: Bearer KEY")
 
     # -- the routes of an episode's key --------------------------------------------------------------------------------
 
@@ -262,7 +262,7 @@ class GatewayApp:
         self._episode(incoming.headers)
         name, names = incoming.name, self._config.models
         if name and name not in names:
-            raise Refusal(404, "there is no model of that name; GET /v1/models tells them")
+            raise HTTPError(404, "there is no model of that name; GET /v1/models lists them")
         vendor = anthropic if _is_anthropic(incoming.scope) else openai
         body = vendor.model_body(name, self._started_s) if name else vendor.models_body(names, self._started_s)
         await respond(incoming.send, 200, body, _request_id())
@@ -393,7 +393,7 @@ class EpisodeTools:
 
     def parse(self, body: bytes) -> Mapping[str, JsonValue]:
         if len(body) > self._config.max_tool_bytes:
-            raise Refusal(413, f"the body exceeds max_tool_bytes ({self._config.max_tool_bytes}); send less")
+            raise HTTPError(413, f"the body exceeds max_tool_bytes ({self._config.max_tool_bytes}); send less")
         return parse_body(body, self._config.max_depth)
 
     async def use(self, episode: Episode, name: str, arguments: JsonValue) -> str:
@@ -402,9 +402,11 @@ class EpisodeTools:
         if episode.closed is not None:
             raise ClosedError(f"episode {episode.id} is closed; create another")
         if episode.seconds_left <= 0:
-            raise BudgetError(f"episode {episode.id}: its time budget of {episode.budget.max_s} s is spent")
+            raise BudgetError(f"episode {episode.id}: its time budget of {episode.budget.max_s} s is exhausted")
         if episode.num_tool_calls >= self._config.max_tool_calls:
-            raise BudgetError(f"episode {episode.id}: its {self._config.max_tool_calls} tool calls are spent")
+            raise BudgetError(
+                f"episode {episode.id}: its tool call budget of {self._config.max_tool_calls} is exhausted"
+            )
         episode.num_tool_calls += 1
         try:
             return await host.call(task, name, arguments)
@@ -414,7 +416,7 @@ class EpisodeTools:
 
     def _find(self, episode: Episode) -> tuple[ToolHost, Task]:
         if self._host is None or episode.task is None:
-            raise Refusal(404, "the episode has no tools; it was made without a task")
+            raise HTTPError(404, "the episode has no tools; it was made without a task")
         return self._host, episode.task
 
 

@@ -106,16 +106,16 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NHK: Tensor, cos_NR: Tensor, sin_NR: Tensor) -> Tensor:
         ctx.save_for_backward(cos_NR, sin_NR)
-        return _turn(x_NHK, cos_NR, sin_NR, 1.0)
+        return _rotate(x_NHK, cos_NR, sin_NR, 1.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NHK: Tensor) -> tuple[Tensor, None, None]:
         cos_NR, sin_NR = ctx.saved_tensors
-        return _turn(grad_NHK, cos_NR, sin_NR, -1.0), None, None
+        return _rotate(grad_NHK, cos_NR, sin_NR, -1.0), None, None
 
 
-def _turn(x_NHK: Tensor, cos_NR: Tensor, sin_NR: Tensor, sign: float) -> Tensor:
+def _rotate(x_NHK: Tensor, cos_NR: Tensor, sin_NR: Tensor, sign: float) -> Tensor:
     x = native.head_contiguous(x_NHK)
     y = x.new_empty(x.shape)
     native.call("rotate", x, cos_NR.contiguous(), sin_NR.contiguous(), x.stride(0), *x.shape, cos_NR.shape[1], sign, y)

@@ -27,7 +27,7 @@ def _normed(x_HK, weight, at, inside, scale, PER_HEAD: tl.constexpr, kind: tl.co
 
 
 @triton.jit
-def _turn(
+def _rotate(
     x, weight, cos, sin, target, keep, HEADS: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     EPS: tl.constexpr, NORM: tl.constexpr, PER_HEAD: tl.constexpr,
 ):  # fmt: skip
@@ -76,9 +76,9 @@ def _prepare_kernel(
     k_cache += cache_slot * slot_stride
     v_cache += cache_slot * slot_stride
     if which == 0:
-        _turn(qkv, q_weight, cos, sin, q + token * (H * K), True, H, H_LANES, K, R, EPS, NORM, PER_HEAD)
+        _rotate(qkv, q_weight, cos, sin, q + token * (H * K), True, H, H_LANES, K, R, EPS, NORM, PER_HEAD)
     elif which == 1:
-        _turn(qkv + H * K, k_weight, cos, sin, k_cache, cache_slot >= 0, G, G_LANES, K, R, EPS, NORM, PER_HEAD)
+        _rotate(qkv + H * K, k_weight, cos, sin, k_cache, cache_slot >= 0, G, G_LANES, K, R, EPS, NORM, PER_HEAD)
     else:
         _copy(qkv + (H + G) * K, v_cache, cache_slot >= 0, G, G_LANES, K)
 

@@ -48,7 +48,7 @@ class TreeLayout:
                 f"nodes must follow one another from 0 and not be empty, got bounds {self.bounds.tolist()[:8]}"
             )
         if not ((self.parent_V >= -1) & (self.parent_V < torch.arange(self.parent_V.shape[0], device="cpu"))).all():
-            raise ValueError(f"a node must stand behind its parent, got parents {self.parent_V.tolist()[:8]}")
+            raise ValueError(f"a node's index must exceed its parent's, got parents {self.parent_V.tolist()[:8]}")
         self._check_exits()
 
     def _check_exits(self) -> None:

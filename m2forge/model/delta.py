@@ -7,7 +7,7 @@
                            manifests have one file, and its digest is in delta.json
 
 Values are the stored bits of the changed elements, in order. A gap is the number of unchanged elements before a changed
-one, as a byte; 255 means 255 elements and that the gap goes on in the next byte. With one element in 100 changed a
+one, as a byte; 255 means 255 elements and that the gap continues in the next byte. With one element in 100 changed a
 bfloat16 takes 3.1 bytes.
 """
 
@@ -29,7 +29,7 @@ DELTA_CONFIG_FILE = "delta.json"
 DELTA_FILE = "delta.safetensors"
 GAPS, VALUES = "/gaps", "/values"
 LONG = 255
-"""The byte of a gap that goes on."""
+"""The byte of a gap that continues in the next byte."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -45,7 +45,7 @@ def find_changes(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def find_indices(gaps: Tensor) -> Tensor:
-    """The places of the changed elements in the flat tensor."""
+    """Flat indices of the changed elements."""
     is_last = gaps != LONG
     return (torch.cumsum(gaps.to(torch.int64) + is_last, 0) - 1)[is_last]
 

@@ -11,7 +11,8 @@ On disk an adapter is a folder under PEFT's names, beside config.json and the to
     adapter_config.json          rank, alpha, which layers, and the folder or GGUF file of the base model
     adapter_model.safetensors    base_model.model.LAYER.lora_A.weight, base_model.model.LAYER.lora_B.weight
 
-`AdapterSource` reads such a folder as if it were the merged model; `fill_adapters` as what training goes on from.
+`AdapterSource` reads such a folder as if it were the merged model; `fill_adapters` reads the adapters from which
+training resumes.
 """
 
 import json
@@ -316,7 +317,7 @@ def read_lora(folder: Path) -> LoRAConfig:
     ours = read_json(folder / ADAPTER_CONFIG_FILE).get("m2forge")
     if not isinstance(ours, str):
         raise CheckpointError(
-            f"{folder / ADAPTER_CONFIG_FILE}: written by another program; training cannot go on from it"
+            f"{folder / ADAPTER_CONFIG_FILE}: written by another program; training cannot resume from it"
         )
     return LoRAConfig.model_validate_json(ours)
 

@@ -259,9 +259,9 @@ class PathAttend:
         return self._run(q_NHK, k_NGK, v_NGK)
 
     def _run(self, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
-        return self.attend(q_NHK, self._joined("k", k_NGK), self._joined("v", v_NGK))
+        return self.attend(q_NHK, self._concat("k", k_NGK), self._concat("v", v_NGK))
 
-    def _joined(self, kind: str, own_NGK: Tensor) -> Tensor:
+    def _concat(self, kind: str, own_NGK: Tensor) -> Tensor:
         plan = self.plan
         tensor, num_keys = plan.stack.at(kind, self.layer, own_NGK), self.attend.num_keys
         num_inner, writes = 0 if plan.is_leaf else plan.num_tokens, not torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""Rows of tensors: what a rank holds of a network, and its filling from files that hold the whole.
+"""Local shards (rows) of a network's tensors, filled from files that hold whole tensors.
 
 A rank holds consecutive rows of each tensor along the first dimension, of stacked experts whole experts, or all rows.
 `fill_rows` reads the public tensors that have any of them, and of these only the rows that it needs. `draw_rows` draws

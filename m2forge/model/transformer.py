@@ -434,7 +434,7 @@ class Transformer(nn.Module):
         return state_ND, module.norm(state_ND)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of the given hidden states, in at least float32 if the config asks for it."""
+        """Logits of the given hidden states, in at least float32 if the config sets it."""
         if self.config.float32_head:
             flat: Tensor = linear_float32(hidden.flatten(0, -2), self.head_weight)
             return flat.view(*hidden.shape[:-1], -1)

@@ -129,7 +129,7 @@ class Tracker:
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "%s did not receive %s; training goes on, metrics.jsonl holds every step, and further failures of %s "
+                "%s did not receive %s; training continues, metrics.jsonl holds every step, and further failures of %s "
                 "are not reported",
                 *(self._name, problem, self._name),
             )

@@ -81,10 +81,10 @@ class Guard:
                 message["headers"] = [*message.get("headers", []), *HEADERS]
             await send(message)
 
-        answer = self._refusal(scope)
+        answer = self._error_response(scope)
         await (self._app if answer is None else answer)(scope, receive, send_guarded)
 
-    def _refusal(self, scope: Scope) -> ASGIApp | None:
+    def _error_response(self, scope: Scope) -> ASGIApp | None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         if self._key is None:
             if host_name(headers.get(b"host", "")) not in LOOPBACK:

@@ -102,7 +102,7 @@ def cut_prompt(
         begun = at
     # If the prompt ends in an assistant turn, its last tokens are the generation prompt.
     _close(parts, "marker" if kind == "assistant" else kind, begun, len(ids), texts)
-    return _joined(parts)
+    return _concat(parts)
 
 
 def _marks(format: ChatFormat | None) -> tuple[int, int] | None:
@@ -148,7 +148,7 @@ def _close(parts: list[Part], kind: Kind, start: int, end: int, texts: Sequence[
     parts.append(Part(kind, start, end))
 
 
-def _joined(parts: Sequence[Part]) -> list[Part]:
+def _concat(parts: Sequence[Part]) -> list[Part]:
     """Merge adjacent parts of one kind."""
     joined: list[Part] = []
     for part in parts:
@@ -208,4 +208,4 @@ def _by_token(texts: Sequence[str], kinds: Sequence[Kind]) -> list[Part]:
         before: Kind = parts[-1].kind if parts else "marker"
         parts.append(Part(kinds[at] if text else before, index, index + 1))
         at += len(text)
-    return _joined(parts)
+    return _concat(parts)

@@ -170,7 +170,7 @@ class DeployedEpisodes:
         return True
 
     def _sampling_problem(self, trees: Sequence[TokenTree]) -> str | None:
-        """Why the trainer would refuse calls of these episodes; None if it would not."""
+        """Reason for rejecting these calls, or None."""
         used = {call.sampling for tree in trees for call in tree.calls()}
         if not used:
             return "the group recorded no completion call"

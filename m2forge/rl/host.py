@@ -5,7 +5,7 @@
            └── answer, verdict, recorded calls; the loop rewards groups once they are complete
 
 With `cluster.agent_hosts` a run has several; then the loop runs no training attempts. A host needs no loop: it renews
-its leases itself and goes on while the loop is dead, and a resumed loop rewards what it stored meanwhile. A host that
+its leases itself and keeps running without the loop, and a resumed loop rewards what it stored meanwhile. A host that
 died is restarted under the same name: it releases the leases of the one before it, whose attempts then restart under
 other keys, on any host. The death of a host never counts against an attempt.
 """

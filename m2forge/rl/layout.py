@@ -105,6 +105,7 @@ class Layout:
 
     @property
     def eval_attempts(self) -> Path:
+        """Named `kept` since the first runs, which must stay readable."""
         return self.run_dir / "kept"
 
     @property

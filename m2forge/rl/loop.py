@@ -12,7 +12,7 @@ the other processes and the agents die with it; after a restart, in-flight attem
 old keys are refused. Pass rates recorded since the last tasks were queued are lost.
 
 With `cluster.agent_hosts` the training attempts run in agent hosts (`rl/host.py`). They, gateway and sampler belong to
-a keeper (`cluster/keeper.py`) and go on if the loop is killed; a resumed loop finds them and rewards what they stored.
+a keeper (`cluster/keeper.py`) and keep running without the loop; a resumed one finds them and rewards what they stored.
 
 `Supply` draws a batch of tasks from the curriculum whenever the queue has room for one. It replaces a group that is
 dropped before training (no signal, too many failed attempts, too stale, too slow) by another task of the same stage and
@@ -577,8 +577,7 @@ class View:
 
 
 def _failure_fields(counts: AttemptCounts) -> dict[str, float | str]:
-    """Numbers of attempts since the start that failed, by what became of them, and of those whose states were rebuilt;
-    those above 0."""
+    """Failed attempts since the start by failure kind, and attempts whose states were rebuilt; omits zeros."""
     nums = {
         "timeouts": counts.num_timeouts,
         "errors": counts.num_errors,

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def num_ranks(config: MachineConfig) -> int:
-    """The number of ranks that the mesh has on this machine."""
+    """The local world size: the number of ranks that the mesh has on this machine."""
     mesh = config.mesh
     if "auto" not in (mesh.replicate, mesh.shard):
         return math.prod(mesh.shape)

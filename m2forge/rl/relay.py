@@ -1,11 +1,11 @@
-"""The sampler of a run whose policy a vLLM or SGLang server samples: the routes of m2forge's own in front of it.
+"""The sampler of a run with a vLLM or SGLang server: a proxy with the rollout server's routes.
 
 Loop and gateway know one kind of sampler. This process passes their requests on, sends the server each published
 version by its own update routes, and knows which version sampled a token. It does not know which weights the server
 holds when it starts, so it loads the newest version before it serves.
 
-A server that was restarted holds other weights than the last version sent to it. So this process asks it every
-`POLL_S` whether it is there, and ends when it is not; the process that takes its place waits for the server, and loads
+A server that was restarted holds other weights than the last version sent to it. So this process sends a health
+check every `POLL_S`, and ends when one fails; the process that takes its place waits for the server, and loads
 the newest version again.
 """
 

@@ -124,7 +124,7 @@ TRAINER_FOLDER = "trainer"
 IDLE_S = 60.0
 """Ranks that wait for a batch hear from rank 0 this often: a collective has a time limit."""
 _IDLE, _STEP, _END = 1, 2, 3
-"""What rank 0 tells the others: nothing yet, a step comes, the run is over."""
+"""Commands that rank 0 broadcasts: wait, train a step, end."""
 _log = logging.getLogger(__name__)
 
 

@@ -44,7 +44,7 @@ class RolloutConfig(Config):
     """Largest number of tokens of prompt and completion together; by default the model's context length."""
     on_weight_update: OnWeightUpdate = "continue"
     """How a weight update treats completions in flight. finish: they end on the old weights, which stay until then; new
-    prompts wait. continue: they go on with the new weights, and every token records the policy version that sampled it.
+    prompts wait. continue: they resume with the new weights, and each token records the policy version that sampled it.
     restart: they start over. Tokens already sent cannot be taken back, so with restart the engine sends a completion
     whole, at its end, and all its tokens have one version."""
     stale_cache: StaleCache = "drop"

@@ -90,7 +90,7 @@ class ProcessSandbox:
         return len(workers)
 
     async def snapshot(self) -> "FolderSnapshot":
-        """Unlike other backends it copies the workspace alone, and running commands go on."""
+        """Unlike other backends it copies the workspace alone, and running commands continue."""
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="m2forge-snapshot-"))
         await asyncio.to_thread(shutil.copytree, self._root, folder, symlinks=True, dirs_exist_ok=True)
         return FolderSnapshot(folder)

@@ -63,8 +63,8 @@ class StoreWriter:
         return len(self._offsets) - 2
 
     def add_trajectory(self, source: int, documents: Sequence[int], conversation: int | None = None) -> None:
-        """`documents`: index of a document for each draw. `conversation`: hash to store, for all trajectories or none
-        of them."""
+        """`documents`: index of a document for each draw. `conversation`: hash to store; either all trajectories have
+        one or none has."""
         self._variants.append(documents)
         self._sources.append(source)
         if conversation is not None:

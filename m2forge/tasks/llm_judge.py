@@ -98,6 +98,7 @@ def _ask(config: JudgeConfig, instruction: str, criteria: Sequence[str], text: s
     headers = {"content-type": "application/json"}
     if key := os.environ.get(KEY_VARIABLE):
         headers["authorization"] = f"Bearer {key}"
+    # urllib, not `http_client`: this runs in a forked executor without an event loop, one request at a time.
     request = urllib.request.Request(f"{config.url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=config.timeout_s) as response:

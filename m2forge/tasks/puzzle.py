@@ -356,10 +356,10 @@ class Joins(Family):
         return make_task(self, difficulty, instruction, {"digits": digits})
 
     def verify(self, task: Task, submission: Submission) -> Verdict:
-        return compare(submission.answer, _joined(task))
+        return compare(submission.answer, _concat(task))
 
     def answer_check(self, task: Task) -> dict[str, JsonValue]:
-        return {"exact": [_joined(task)]}
+        return {"exact": [_concat(task)]}
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
         return self.demonstrate_fallibly(task, rng, 0.0)
@@ -384,7 +384,7 @@ def _raised(task: Task) -> list[str]:
     return [str((int(digit) + amount) % len(DIGITS)) for digit in read_text(task, "digits").split()]
 
 
-def _joined(task: Task) -> str:
+def _concat(task: Task) -> str:
     return read_text(task, "digits").replace(" ", SEPARATOR)
 
 

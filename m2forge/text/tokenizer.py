@@ -80,7 +80,7 @@ _PRE_ENCODED: ContextVar[tuple[Mapping[str, list[int]], int] | None] = ContextVa
 
 
 class UnencodedError(Exception):
-    """Long texts that must be encoded in advance; see `encoded_ahead`."""
+    """Long texts that must be encoded in advance; see `pre_encoded`."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         super().__init__(f"{len(texts)} texts")
@@ -88,7 +88,7 @@ class UnencodedError(Exception):
 
 
 @contextmanager
-def encoded_ahead(known: Mapping[str, list[int]], max_chars: int) -> Iterator[None]:
+def pre_encoded(known: Mapping[str, list[int]], max_chars: int) -> Iterator[None]:
     """For code that must not block: texts in `known` use these ids, and if the other texts total more than `max_chars`
     characters, encoding them raises `UnencodedError`. The caller can encode them elsewhere and add them to `known`.
     Applies to this thread or task."""
@@ -142,10 +142,10 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode many texts at once, in parallel unless TOKENIZERS_PARALLELISM disables it."""
-        pre_encoded = _PRE_ENCODED.get()
-        if pre_encoded is None:
+        advance = _PRE_ENCODED.get()
+        if advance is None:
             return self._encode(texts)
-        known, max_chars = pre_encoded
+        known, max_chars = advance
         missing = [text for text in dict.fromkeys(texts) if text not in known]
         if sum(map(len, missing)) > max_chars:
             raise UnencodedError(missing)

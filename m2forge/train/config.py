@@ -163,7 +163,7 @@ class EvalConfig(Config):
 
 class MeshConfig(Config):
     """How the ranks, replicate × shard × context of them, share the work. torchrun starts them, in `m2forge rl` the
-    loop. Each trains some of a step's packs, or a part of each; together they take the step that one process would."""
+    loop. Each trains some of a step's packs, or a part of each; the step equals that of one process."""
 
     replicate: Count | Literal["auto"] = 1
     """Number of copies of the model (data parallelism). auto: one copy for every `shard` × `context` ranks."""

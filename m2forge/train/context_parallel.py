@@ -1,4 +1,4 @@
-"""Context parallelism: the ranks of a group share a pack, and each has a run of its tokens, about as many as another.
+"""Context parallelism: the ranks of a group share a pack; each holds a contiguous slice of about equal length.
 
     q, k, v of a rank's tokens → all-to-all → those of all tokens, some heads → attention → all-to-all → its tokens
 
@@ -93,7 +93,7 @@ class ContextAttend:
     attend: Attend
     """Over all tokens."""
     route: Route
-    """To all ranks: as many rows to each as this rank has tokens."""
+    """Route that sends every rank one row per local token."""
 
     def at_layer(self, layer: int) -> "ContextAttend":
         return replace(self, attend=self.attend.at_layer(layer)) if isinstance(self.attend, LayeredAttend) else self

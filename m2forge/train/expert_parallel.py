@@ -3,8 +3,8 @@
     x, chosen experts, weights → all-to-all → the ranks of those experts: weighted sums → all-to-all → added up
 
 A token's row travels once to each rank that holds any of its experts, however many it holds, together with those
-experts and their weights. That rank computes their weighted sum, and one row travels back. The backward pass takes the
-same ways in the other direction, so the gradient of an expert is the sum over the tokens of all ranks of the group.
+experts and their weights. That rank computes their weighted sum, and one row travels back. The backward pass runs
+the same all-to-alls in reverse, so the gradient of an expert is the sum over the tokens of all ranks of the group.
 
 All ranks of the group call the operator together, with any number of tokens each.
 

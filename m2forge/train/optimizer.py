@@ -88,7 +88,7 @@ class Slot:
 
 
 class StoredState(Protocol):
-    """Tensors on disk, of which a rank reads rows."""
+    """Tensors on disk; a rank reads only its rows."""
 
     @property
     def headers(self) -> Mapping[str, TensorHeader]: ...

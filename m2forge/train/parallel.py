@@ -205,7 +205,7 @@ def _same(value: int, ranks: Ranks) -> bool:
 
 def shard_model(model: Transformer, mesh_config: MeshConfig, ranks: ProcessRanks) -> None:
     """Shard `model`, equal on all ranks, in place; each block moves to the rank's device as it is sharded. One on the
-    meta device stays there: of it the rank then allocates and fills only what it holds."""
+    meta device stays there; the rank then allocates and fills only its shards."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -308,7 +308,7 @@ def held_rows(held: Tensor, like: Tensor) -> Rows:
 
 
 def held_weights(model: Transformer) -> dict[str, Rows]:
-    """What this rank holds of each tensor of the model's state, of which no weight is gathered."""
+    """This rank's shard of the model state; nothing is gathered."""
     return {name: held_rows(local(tensor), tensor) for name, tensor in model.state_dict().items()}
 
 

@@ -1,15 +1,15 @@
 """A pack in, micro-batches out: its segments (tree/segment.py), depth-first. `recompute = "walk"`.
 
-The way down runs a segment without gradients and keeps its keys and values on a stack (model/path.py), and its last
-states, which MTP modules below need. On the way back the segment is a micro-batch: it runs again with gradients, over
-the keys and values of its ancestors, and its backward pass adds to their gradients. A segment follows all segments
-below it, so its own gradients are complete. A leaf runs on the way back only.
+The forward sweep runs a segment without gradients and keeps its keys and values on a stack (model/path.py), and its
+last states, which MTP modules below need. In the backward sweep the segment is a micro-batch: it runs again with
+gradients, over the keys and values of its ancestors, and its backward pass adds to their gradients. A segment follows
+all segments below it, so its own gradients are complete. A leaf runs in the backward sweep only.
 
     segments a (b c (d e)):     down a, back b, down c, back d, back e, back c, back a
 
 One path from a root to a leaf is held at a time, and the activations of one segment; no ancestor runs again for another
 leaf. The balance loss needs the expert loads of the whole step before the first backward pass. Then `loads` takes the
-way down of every segment first, and keeps the keys and values of all that are not leaves until the way back.
+forward sweep of every segment first, and keeps the keys and values of all that are not leaves until the backward sweep.
 """
 
 from collections.abc import Callable, Iterator, Sequence

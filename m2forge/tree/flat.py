@@ -172,8 +172,8 @@ def flatten(
         edge_child_M=_int32(child_M),
         edge_target_M=tokens_N[child_M],
         edge_sample_M=_int32(sample_M),
-        edge_logprob_M=_joined_logprobs(selected),
-        edge_version_M=_joined_versions(selected),
+        edge_logprob_M=_concat_logprobs(selected),
+        edge_version_M=_concat_versions(selected),
         experts_NLK=_experts(tree, used) if with_experts else None,
     )
     return frozen(flat)
@@ -261,11 +261,11 @@ def _experts(tree: TokenTree, used: Sequence[tuple[Node, int]]) -> ExpertArray |
     return np.concatenate([none, *(node.experts(tree.experts_shape)[:num] for node, num in used)])
 
 
-def _joined_logprobs(samples: Sequence[Sample]) -> FloatArray:
+def _concat_logprobs(samples: Sequence[Sample]) -> FloatArray:
     return np.concatenate([np.empty(0, np.float32), *(sample.logprobs for sample in samples)])
 
 
-def _joined_versions(samples: Sequence[Sample]) -> IntArray:
+def _concat_versions(samples: Sequence[Sample]) -> IntArray:
     return np.concatenate([np.empty(0, np.int32), *(sample.versions for sample in samples)])
 
 
@@ -289,7 +289,7 @@ def join(flats: Sequence[FlatTree]) -> FlatTree:
         if item.name != "experts_NLK":
             arrays = [getattr(flat, item.name) for flat in flats]
             columns[item.name] = _shifted(arrays, shifts[item.name]) if item.name in shifts else np.concatenate(arrays)
-    return frozen(FlatTree(**columns, experts_NLK=_joined_experts(flats)))  # type: ignore[arg-type]  # by field name
+    return frozen(FlatTree(**columns, experts_NLK=_concat_experts(flats)))  # type: ignore[arg-type]  # by field name
 
 
 def frozen(flat: FlatTree) -> FlatTree:
@@ -308,7 +308,7 @@ def _shifted(arrays: Sequence[IntArray], sizes: Sequence[int]) -> IntArray:
     )
 
 
-def _joined_experts(flats: Sequence[FlatTree]) -> ExpertArray | None:
+def _concat_experts(flats: Sequence[FlatTree]) -> ExpertArray | None:
     shapes = {flat.experts_NLK.shape[1:] for flat in flats if flat.experts_NLK is not None}
     if not shapes:
         return None

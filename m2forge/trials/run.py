@@ -6,7 +6,7 @@
 
 The model is sampled in this process, behind a gateway of its own, and the one attempt runner (`agents/attempt.py`)
 makes the attempts. A trial that failed for reasons other than the policy is tried again up to `max_tries` times; then
-it is infra, counted apart. Finished trials of a killed evaluation are not repeated: the same command goes on.
+it is infra, counted apart. Finished trials of a killed evaluation are not repeated: the same command resumes.
 
 The report has rates, a comparison and the cost. A rate is over the trials of some tasks: mean perf, pass@1 (the share
 of trials with perf 1) and pass^k (k trials of a task all succeed), each with its 95% confidence interval clustered by

@@ -52,7 +52,7 @@ def test_what_is_no_request_or_no_tool_is_answered_as_such() -> None:
         assert post(gateway, key, call).json()["result"]["isError"] is False
         spent = post(gateway, key, call).json()["result"]
         assert spent["isError"] is True
-        assert "tool calls are spent" in spent["content"][0]["text"]
+        assert "its tool call budget of" in spent["content"][0]["text"]
         assert post(gateway, key, call | {"params": {}}).json()["error"]["code"] == -32602
 
 

@@ -45,7 +45,7 @@ from m2forge.gateway.dialects.openai.completions import COMPLETIONS
 from m2forge.gateway.dialects.openai.responses import RESPONSES
 from m2forge.gateway.dialects.types import READ_DEFAULTS, Ask, AskError, Dialect, ReadOptions, UnknownItemError, offered
 from m2forge.gateway.history.turn import keeps_thinking
-from m2forge.gateway.http.limits import Refusal, parse_body
+from m2forge.gateway.http.limits import HTTPError, parse_body
 from m2forge.records import JsonValue
 from m2forge.text.format import ChatFormat
 from m2forge.text.message import Message, Role, ToolCall
@@ -236,7 +236,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Picklable form of `Refusal` and `AskError`, whose constructors take more than a message."""
+    """Picklable form of `HTTPError` and `AskError`, whose constructors take more than a message."""
 
     message: str
     status: int | None = None
@@ -244,11 +244,13 @@ class Refused:
     code: str | None = None
     unknown_items: tuple[str, ...] = ()
 
-    def error(self) -> Refusal | AskError:
+    def error(self) -> HTTPError | AskError:
         if self.unknown_items:
             return UnknownItemError(self.message, self.field, self.unknown_items)
         return (
-            AskError(self.message, self.field, self.code) if self.status is None else Refusal(self.status, self.message)
+            AskError(self.message, self.field, self.code)
+            if self.status is None
+            else HTTPError(self.status, self.message)
         )
 
 
@@ -264,7 +266,7 @@ class Failed:
 
 
 def read_body(setup: Setup, path: str, body: bytes, items: Items = READ_DEFAULTS.items) -> Read:
-    """Raises `Refusal` and `AskError`. Does not check the length of the text."""
+    """Raises `HTTPError` and `AskError`. Does not check the length of the text."""
     ask = read_ask(path, body, setup.max_depth, ReadOptions(setup.image_placeholder, items))
     try:
         setup.sizes.check_counts(ask)
@@ -282,7 +284,7 @@ def check_text(setup: Setup, path: str, ask: Ask) -> None:
 
 
 def read_ask(path: str, body: bytes, max_depth: int, options: ReadOptions) -> Ask:
-    """Raises `Refusal` if the body is not a JSON object and `AskError` if its dialect refuses it."""
+    """Raises `HTTPError` if the body is not a JSON object and `AskError` if its dialect refuses it."""
     read = MESSAGES.read_count if path == MESSAGES.count_path else DIALECTS[path].read
     return read(parse_body(body, max_depth), options)
 
@@ -387,7 +389,7 @@ class Bodies:
         lock: asyncio.Lock,
         find_items: Callable[[Sequence[str]], Items] = lambda ids: READ_DEFAULTS.items,
     ) -> Read:
-        """Raises `Refusal` and `AskError`. `lock` is the episode's lock, held while a worker reads; `find_items`
+        """Raises `HTTPError` and `AskError`. `lock` is the episode's lock, held while a worker reads; `find_items`
         returns the episode's items with the given ids, for a body that refers to some, which is then read again."""
         try:
             return await self._read(path, body, lock, {})

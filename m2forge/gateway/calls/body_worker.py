@@ -15,7 +15,7 @@ from pathlib import Path
 
 from m2forge.gateway.calls.body import LENGTH, Failed, Head, Items, Read, Refused, Setup, check_text, read_body
 from m2forge.gateway.dialects.types import AskError, UnknownItemError
-from m2forge.gateway.http.limits import Refusal
+from m2forge.gateway.http.limits import HTTPError
 
 NICENESS = 10
 """Lowers the worker's priority so that the event loop runs first on a busy machine."""
@@ -30,7 +30,7 @@ def _answer(setup: Setup, path: str, body: bytes, items: Items) -> Read | Refuse
         if setup.sizes.needs_count(read.ask, len(body)):
             check_text(setup, path, read.ask)
         return read
-    except Refusal as error:
+    except HTTPError as error:
         return Refused(str(error), status=error.status)
     except UnknownItemError as error:
         return Refused(str(error), field=error.field, unknown_items=error.ids)

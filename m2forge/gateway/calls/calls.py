@@ -41,7 +41,7 @@ from m2forge.gateway.metrics import GatewayCounts, Outcome
 from m2forge.protocols import Engine, Prompt
 from m2forge.records import IntArray, RequestedSampling, Sampling
 from m2forge.text.format import ChatFormat
-from m2forge.text.tokenizer import UnencodedError, encoded_ahead
+from m2forge.text.tokenizer import UnencodedError, pre_encoded
 
 T = TypeVar("T")
 
@@ -161,7 +161,7 @@ class Calls:
         """Return the number of prompt tokens that the request would have, and its notices."""
         ask = (await self._read(path, body, episode)).ask
         is_long = len(body) > LONG_BYTES
-        num_tokens = await self._ahead(lambda: episode.count(ask.messages, offered(ask)), is_long=is_long)
+        num_tokens = await self._with_encoded(lambda: episode.count(ask.messages, offered(ask)), is_long=is_long)
         return num_tokens, ask.notices
 
     async def _read(self, path: str, body: bytes, episode: Episode) -> Read:
@@ -221,24 +221,24 @@ class Calls:
 
     async def _open(self, ask: Ask, episode: Episode, is_long: bool) -> Opening | IntArray:
         if ask.prompt is None:
-            return await self._ahead(lambda: episode.open(ask.messages, offered(ask)), is_long=is_long)
+            return await self._with_encoded(lambda: episode.open(ask.messages, offered(ask)), is_long=is_long)
         tokenizer, prompt = self._format.tokenizer, ask.prompt
         if isinstance(prompt, str):
             text = prompt
-            ids: Sequence[int] = await self._ahead(lambda: tokenizer.encode(text), is_long=is_long)
+            ids: Sequence[int] = await self._with_encoded(lambda: tokenizer.encode(text), is_long=is_long)
         else:
             ids = prompt
         if max(ids, default=0) >= tokenizer.vocab_size:
             raise AskError(f"prompt: expected ids below {tokenizer.vocab_size}, received {max(ids)}", "prompt")
         return raw_ids(ids)
 
-    async def _ahead(self, make: Callable[[], T], *, is_long: bool) -> T:
+    async def _with_encoded(self, make: Callable[[], T], *, is_long: bool) -> T:
         """Return `make()`. Encoder threads tokenize long texts beforehand, and long requests take turns on the event
         loop. Awaits nothing if everything is short."""
         known: dict[str, list[int]] = {}
 
         def run() -> T:
-            with encoded_ahead(known, MAX_CHARS):
+            with pre_encoded(known, MAX_CHARS):
                 return make()
 
         while True:

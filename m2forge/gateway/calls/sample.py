@@ -150,9 +150,9 @@ class SampleReader:
         assert self.finish_reason is not None
         return Call(
             prompt_ids=prompt_ids,
-            response_ids=_joined(self._ids, np.int32),
-            logprobs=_joined(self._logprobs, np.float32),
-            versions=_joined(self._versions, np.int32),
+            response_ids=_concat(self._ids, np.int32),
+            logprobs=_concat(self._logprobs, np.float32),
+            versions=_concat(self._versions, np.int32),
             finish_reason=self.finish_reason,
             started_s=started_s,
             finished_s=max(self.finished_s, started_s),
@@ -217,7 +217,7 @@ def _ending(finish_reason: FinishReason, *, has_calls: bool, stop_text: str | No
     return Ending.LENGTH if finish_reason is FinishReason.LENGTH else Ending.ABORT
 
 
-def _joined(arrays: list[npt.NDArray[_Number]], dtype: type[_Number]) -> npt.NDArray[_Number]:
+def _concat(arrays: list[npt.NDArray[_Number]], dtype: type[_Number]) -> npt.NDArray[_Number]:
     joined = np.concatenate(arrays, dtype=dtype) if arrays else np.empty(0, dtype)
     joined.flags.writeable = False
     return joined

@@ -16,11 +16,11 @@ def sign(id: str) -> str:
     return _EMPTY + id
 
 
-def seal(thinking: str) -> str:
+def encode_thinking(thinking: str) -> str:
     return _PREFIX + base64.urlsafe_b64encode(thinking.encode(errors="replace")).decode()
 
 
-def unseal(word: str) -> str | None:
+def decode_thinking(word: str) -> str | None:
     """Return the thinking, or None if the string is not one of ours."""
     if word.startswith(_EMPTY):
         return ""
@@ -31,4 +31,4 @@ def unseal(word: str) -> str | None:
     except ValueError:
         return None
     # The decoder skips characters outside its alphabet.
-    return thinking if seal(thinking) == word else None
+    return thinking if encode_thinking(thinking) == word else None

@@ -391,7 +391,7 @@ class Episode:
                 f"episode {self.id}: {num_calls} of {budget.max_calls} calls are spent, {num_samples} were requested"
             )
         if self.seconds_left <= 0:
-            raise BudgetError(f"episode {self.id}: its time budget of {budget.max_s} s is spent")
+            raise BudgetError(f"episode {self.id}: its time budget of {budget.max_s} s is exhausted")
         left = self.tokens_left
         if budget.max_tokens is None or left is None:
             return

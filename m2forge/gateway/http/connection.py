@@ -28,10 +28,10 @@ from uvicorn.protocols.http.h11_impl import RequestResponseCycle as PlainCycle
 
 from m2forge.errors import ConfigError
 from m2forge.gateway.config import GatewayConfig
-from m2forge.gateway.http.limits import Refusal, read_key
+from m2forge.gateway.http.limits import HTTPError, read_key
 
-REFUSAL: Final = "m2forge.refusal"
-"""Key in an ASGI scope for the `Refusal` of a request that exceeds a connection limit."""
+HTTP_ERROR: Final = "m2forge.http_error"
+"""Key in an ASGI scope for the `HTTPError` of a request that exceeds a connection limit."""
 RETRY_AFTER_S = 1
 """Retry-After in seconds; busy connections become free when their responses end."""
 FILES_PER_REQUEST = 2
@@ -100,7 +100,7 @@ class ConnectionLimits:
             oldest = next(iter(keyless))
             self._evict(next((other for other in keyless if other.is_idle and other is not connection), oldest))
 
-    def ask(self, connection: Connection, headers: Sequence[tuple[bytes, bytes]]) -> Refusal | None:
+    def ask(self, connection: Connection, headers: Sequence[tuple[bytes, bytes]]) -> HTTPError | None:
         """Register a request with these headers. Returns the reason for refusing it, or None."""
         owner = self._owners.find(read_key(dict(headers)))
         self._move(connection, owner)
@@ -109,7 +109,7 @@ class ConnectionLimits:
         connections = self._of_owner[owner]
         if len(connections) > self._max_per_key and not self._evict_idle(connections, connection):
             self._move(connection, _KEYLESS)
-            return Refusal(
+            return HTTPError(
                 429,
                 f"the episode has {self._max_per_key} connections that are busy, which is as many as it may have; "
                 "wait for one, or raise gateway.max_connections_per_key",
@@ -118,7 +118,7 @@ class ConnectionLimits:
             )
         if self._num_keyed > self._max_keyed and not self._evict_idle(self._keyed(), connection):
             self._move(connection, _KEYLESS)
-            return Refusal(
+            return HTTPError(
                 503,
                 f"{self._max_keyed} connections of episodes are busy, which is as many as there may be; ask again, or "
                 "raise gateway.max_connections",
@@ -198,7 +198,7 @@ try:
     HAS_HTTPTOOLS = True
 except ImportError:
     HAS_HTTPTOOLS = False
-_REFUSAL = b"HTTP/1.1 %b\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+_ERROR_RESPONSE = b"HTTP/1.1 %b\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _TOO_LARGE, _TOO_SLOW = b"431 Request Header Fields Too Large", b"408 Request Timeout"
 
 
@@ -272,9 +272,9 @@ class _Clocks:
         """Called when a request's head is complete, before the application runs."""
         self._unset_keepalive_if_required()
         cycle.transport = _Response(self)
-        refusal = self.limits.ask(self, scope["headers"])
-        if refusal is not None:
-            scope[REFUSAL] = refusal
+        error = self.limits.ask(self, scope["headers"])
+        if error is not None:
+            scope[HTTP_ERROR] = error
 
     def end(self) -> None:
         """Called when the last response was written."""
@@ -348,7 +348,7 @@ class _Clocks:
     def refuse(self, status: bytes) -> None:
         self.stop_head_clock()
         if not self.transport.is_closing():
-            self.transport.write(_REFUSAL % status)
+            self.transport.write(_ERROR_RESPONSE % status)
             self.transport.close()
 
 

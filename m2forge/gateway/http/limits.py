@@ -1,4 +1,4 @@
-"""Reads a request's key, headers and body within limits, or raises a `Refusal` with its HTTP status; sends responses.
+"""Reads a request's key, headers and body within limits, or raises a `HTTPError` with its HTTP status; sends responses.
 
 431   headers too large        408   body too slow
 413   body too large           400   body is not JSON, or nested too deeply
@@ -30,7 +30,7 @@ _BEARER = "bearer "
 _MAX_ATTEMPT = 1_000_000
 
 
-class Refusal(M2ForgeError):
+class HTTPError(M2ForgeError):
     """A request that is answered with an HTTP error."""
 
     def __init__(
@@ -61,7 +61,7 @@ def read_headers(scope: Scope, max_bytes: int) -> Headers:
     pairs: list[tuple[bytes, bytes]] = scope["headers"]
     size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(name) + len(value) for name, value in pairs)
     if size > max_bytes:
-        raise Refusal(431, f"the headers exceed {max_bytes} bytes; send fewer", is_final=True)
+        raise HTTPError(431, f"the headers exceed {max_bytes} bytes; send fewer", is_final=True)
     return dict(pairs)
 
 
@@ -82,7 +82,7 @@ def read_retry(headers: Headers) -> tuple[int, str]:
 
 async def read_body(headers: Headers, receive: Receive, config: GatewayConfig) -> bytes:
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-        raise Refusal(415, "the body is compressed; send it as it is", is_final=True)
+        raise HTTPError(415, "the body is compressed; send it as it is", is_final=True)
     length = headers.get(b"content-length", b"")
     if length.isdigit() and (len(length) > 18 or int(length) > config.max_body_bytes):
         # A client that reads only after sending would miss the response if the connection were closed early.
@@ -106,15 +106,15 @@ def parse_body(body: bytes, max_depth: int) -> Mapping[str, JsonValue]:
     try:
         value = parse_json(body.decode("utf-8"), max_depth)
     except UnicodeDecodeError as error:
-        raise Refusal(400, f"the body is no UTF-8: byte {error.start} cannot be read") from None
+        raise HTTPError(400, f"the body is no UTF-8: byte {error.start} cannot be read") from None
     except json.JSONDecodeError as error:
-        raise Refusal(400, f"the body is no JSON: {error.msg} at character {error.pos}") from None
+        raise HTTPError(400, f"the body is no JSON: {error.msg} at character {error.pos}") from None
     except UnicodeEncodeError:
-        raise Refusal(400, "the body holds half of a surrogate pair, which is no Unicode") from None
+        raise HTTPError(400, "the body holds half of a surrogate pair, which is no Unicode") from None
     except ValueError as error:
-        raise Refusal(400, f"the body cannot be taken: {_brief(str(error))}") from None
+        raise HTTPError(400, f"invalid body: {_brief(str(error))}") from None
     if not isinstance(value, dict):
-        raise Refusal(400, f"the body is {type(value).__name__}, expected an object")
+        raise HTTPError(400, f"the body is {type(value).__name__}, expected an object")
     return value
 
 
@@ -143,12 +143,12 @@ async def _read_on(body: bytearray, receive: Receive, config: GatewayConfig) -> 
             return bytes(body)
 
 
-def _too_large(config: GatewayConfig, *, is_final: bool = True) -> Refusal:
-    return Refusal(413, f"the body exceeds {config.max_body_bytes} bytes; send less", is_final=is_final)
+def _too_large(config: GatewayConfig, *, is_final: bool = True) -> HTTPError:
+    return HTTPError(413, f"the body exceeds {config.max_body_bytes} bytes; send less", is_final=is_final)
 
 
-def _too_slow(config: GatewayConfig) -> Refusal:
-    return Refusal(408, f"the body did not come within {config.read_timeout_s:g} s; send it at once", is_final=True)
+def _too_slow(config: GatewayConfig) -> HTTPError:
+    return HTTPError(408, f"the body did not come within {config.read_timeout_s:g} s; send it at once", is_final=True)
 
 
 def _brief(text: str) -> str:
@@ -187,7 +187,7 @@ def id_headers(id: str) -> Pairs:
 
 def status_of(error: M2ForgeError) -> int:
     """Return the HTTP status of an error; errors that are not listed are the client's mistake."""
-    if isinstance(error, Refusal):
+    if isinstance(error, HTTPError):
         return error.status
     return next((status for kind, status in _STATUSES if isinstance(error, kind)), 400)
 
@@ -197,15 +197,15 @@ def field_of(error: M2ForgeError) -> str | None:
 
 
 def code_of(error: M2ForgeError) -> str | None:
-    if isinstance(error, Refusal) and error.status == 429:
+    if isinstance(error, HTTPError) and error.status == 429:
         return TOO_FAST
     return error.code if isinstance(error, AskError) else None
 
 
 def error_headers(error: M2ForgeError) -> Pairs:
-    retry_after_s = error.retry_after_s if isinstance(error, Refusal) else None
+    retry_after_s = error.retry_after_s if isinstance(error, HTTPError) else None
     headers = [_NO_RETRY] if status_of(error) in _RETRIED_STATUSES and retry_after_s is None else []
-    if isinstance(error, Refusal):
+    if isinstance(error, HTTPError):
         headers += [(b"retry-after", b"%d" % retry_after_s)] if retry_after_s is not None else []
         headers += [_CLOSE] if error.is_final else []
         headers += [(b"allow", error.allowed.encode())] if error.allowed else []

@@ -127,6 +127,7 @@ def normal_name(name: str) -> str:
 
 def _download(url: str) -> bytes:
     try:
+        # urllib follows redirects, which package indexes send and `http_client` does not follow.
         with urllib.request.urlopen(url, timeout=DOWNLOAD_S) as response:
             content: bytes = response.read(MAX_ARCHIVE_BYTES + 1)
     except (urllib.error.URLError, OSError, ValueError) as error:

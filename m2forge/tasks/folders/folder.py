@@ -8,7 +8,7 @@
     steps/NAME/             a task with steps: instruction.md, tests/, solution/ and workdir/ of each
 
 `read_folder` refuses a folder that cannot be used with one `DataError` that names file and key: a link that leads out
-of the folder, a compose file, a missing instruction. `read_folders` goes on after such a folder and returns why.
+of the folder, a compose file, a missing instruction. `read_folders` skips such a folder and returns the reason.
 
 `read_files` and `write_folder` are inverse to each other: bytes, executable bits, links and empty folders survive, and
 so do comments and unknown keys of `task.toml`.

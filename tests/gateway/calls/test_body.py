@@ -27,9 +27,9 @@ from m2forge.gateway.calls.body import (
 )
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.dialects.types import AskError
-from m2forge.gateway.http.limits import Refusal
+from m2forge.gateway.http.limits import HTTPError
 from m2forge.text.format import ChatFormat
-from m2forge.text.tokenizer import Tokenizer, UnencodedError, encoded_ahead
+from m2forge.text.tokenizer import Tokenizer, UnencodedError, pre_encoded
 from tests.gateway.dialogue import chatml, minimax
 from tests.gateway.episodes.test_retry_http import BODY, post
 from tests.gateway.fuzz_bodies import BODIES, long_bodies
@@ -49,7 +49,7 @@ def read_here(setup: Setup, path: str, body: bytes) -> Read:
 
 
 def error_fields(error: M2ForgeError) -> tuple[object, ...]:
-    status = error.status if isinstance(error, Refusal) else None
+    status = error.status if isinstance(error, HTTPError) else None
     return type(error), str(error), status, error.field if isinstance(error, AskError) else None
 
 
@@ -95,7 +95,7 @@ def test_a_worker_reads_what_the_gateway_would(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("make", [minimax, chatml])
-def test_texts_that_are_encoded_ahead_become_the_same_prompts(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_that_are_pre_encoded_become_the_same_prompts(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts: list[list[list[int]]] = []
     num_ahead: list[int] = []
     for most_chars in (1 << 30, 20):
@@ -130,9 +130,9 @@ def test_encoding_ahead_changes_no_ids() -> None:
     tokenizer = minimax().tokenizer
     texts = ["", "some words", "some words", "others, and many of them"]
     plain = tokenizer.encode_batch(texts)
-    with encoded_ahead({"some words": plain[1]}, 30):
+    with pre_encoded({"some words": plain[1]}, 30):
         assert tokenizer.encode_batch(texts) == plain
-    with encoded_ahead({}, 30), pytest.raises(UnencodedError) as caught:
+    with pre_encoded({}, 30), pytest.raises(UnencodedError) as caught:
         tokenizer.encode_batch(texts)
     assert caught.value.texts == ["", "some words", "others, and many of them"]
     assert tokenizer.encode_batch(texts) == plain
@@ -281,7 +281,7 @@ def test_a_body_that_would_take_too_much_memory_is_refused() -> None:
 
     async def use() -> None:
         bodies = Bodies(setup, 1, LoopShare())
-        with pytest.raises(Refusal, match="memory") as caught:
+        with pytest.raises(HTTPError, match="memory") as caught:
             await bodies.read("/v1/chat/completions", bomb, asyncio.Lock())
         assert caught.value.status == 413
         await bodies.close()

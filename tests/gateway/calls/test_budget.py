@@ -91,7 +91,7 @@ def test_time_runs_out() -> None:
     now[0] = 104.0
     assert episode.seconds_left == 1
     now[0] = 105.0
-    with pytest.raises(BudgetError, match=r"its time budget of .* s is spent"):
+    with pytest.raises(BudgetError, match=r"its time budget of .* s is exhausted"):
         episode.admit("b")
 
 
@@ -121,7 +121,7 @@ def test_a_clock_set_by_an_hour_changes_no_time_budget(tmp_path: Path, jump_s: f
     pass_time(69)
     again.admit("b")
     pass_time(2)
-    with pytest.raises(BudgetError, match=r"its time budget of .* s is spent"):
+    with pytest.raises(BudgetError, match=r"its time budget of .* s is exhausted"):
         again.admit("c")
 
 

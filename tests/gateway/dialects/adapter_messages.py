@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from m2forge.gateway.dialects.anthropic.messages import ALLOWED, READ, REFUSED, AnthropicMessages
-from m2forge.gateway.dialects.opaque_thinking import unseal
+from m2forge.gateway.dialects.opaque_thinking import decode_thinking
 from m2forge.gateway.dialects.types import Ask, Ending, Notice, Usage
 from m2forge.records import JsonValue
 from m2forge.text.message import Message, ToolCall
@@ -282,7 +282,9 @@ class MessagesAdapter(Adapter):
 
 def _received(message: Any) -> Received:
     blocks = message.content
-    thoughts = [block.thinking or unseal(block.signature) or "" for block in blocks if block.type == "thinking"]
+    thoughts = [
+        block.thinking or decode_thinking(block.signature) or "" for block in blocks if block.type == "thinking"
+    ]
     text = "".join(block.text for block in blocks if block.type == "text")
     calls = tuple(ToolCall(block.name, block.input, block.id) for block in blocks if block.type == "tool_use")
     reason = message.stop_reason if message.stop_sequence is None else f"{message.stop_reason}: {message.stop_sequence}"

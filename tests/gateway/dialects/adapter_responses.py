@@ -12,7 +12,7 @@ from openai.types import responses
 from openai.types.responses import ResponseStreamEvent, response_create_params
 from pydantic import TypeAdapter
 
-from m2forge.gateway.dialects.opaque_thinking import seal
+from m2forge.gateway.dialects.opaque_thinking import encode_thinking
 from m2forge.gateway.dialects.openai.responses import OpenAIResponses
 from m2forge.gateway.dialects.openai.responses_input import ALLOWED, READ, REFUSED
 from m2forge.gateway.dialects.types import Ask, Ending, Notice, Usage
@@ -181,7 +181,7 @@ WHOLE: Body = {
     "instructions": "Be brief.",
     "input": [
         USER,
-        THOUGHT | {"content": [{"type": "reasoning_text", "text": "Hm."}], "encrypted_content": seal("Hm.")},
+        THOUGHT | {"content": [{"type": "reasoning_text", "text": "Hm."}], "encrypted_content": encode_thinking("Hm.")},
         {"role": "assistant", "id": "msg_1_0", "content": [{"type": "output_text", "text": "So.", "annotations": []}]},
         CALL | {"id": "fc_1_1"},
         RESULT,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from m2forge.gateway.dialects.anthropic import messages as block_reader
 from m2forge.gateway.dialects.anthropic.messages import COUNT_FIELDS, TOOL_FIELDS, AnthropicMessages
-from m2forge.gateway.dialects.opaque_thinking import seal, sign
+from m2forge.gateway.dialects.opaque_thinking import encode_thinking, sign
 from m2forge.gateway.dialects.types import Answer, Ask, AskError, Ending, callable_tools
 from m2forge.records import JsonValue
 from m2forge.text.message import Message, ToolCall
@@ -137,7 +137,7 @@ def test_stop_sequences_are_bounded() -> None:
 
 
 def test_omitted_thinking_is_read_from_the_signature() -> None:
-    block: Body = {"type": "thinking", "thinking": "", "signature": seal("Hm.")}
+    block: Body = {"type": "thinking", "thinking": "", "signature": encode_thinking("Hm.")}
     assert said({"role": "assistant", "content": [block]}) == (Message("assistant", "", "Hm."),)
     stripped = block | {"signature": sign("msg_1")}
     assert said({"role": "assistant", "content": [stripped]}) == (Message("assistant"),)

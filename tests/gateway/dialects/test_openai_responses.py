@@ -7,7 +7,7 @@ import pytest
 from openai.types import responses
 from openai.types.responses import response_input_item_param
 
-from m2forge.gateway.dialects.opaque_thinking import seal
+from m2forge.gateway.dialects.opaque_thinking import encode_thinking
 from m2forge.gateway.dialects.openai import responses_input as item_reader
 from m2forge.gateway.dialects.openai.responses import OpenAIResponses
 from m2forge.gateway.dialects.openai.responses_input import HIDDEN, TOOL_FIELDS, find_items
@@ -109,7 +109,7 @@ def test_items_of_one_answer_are_one_turn_across_results() -> None:
 def test_thinking_is_the_content_or_the_word_or_the_summary() -> None:
     content: Body = {"content": [{"type": "reasoning_text", "text": "content"}]}
     summary: Body = {"summary": [{"type": "summary_text", "text": "summary"}]}
-    word: Body = {"encrypted_content": seal("word")}
+    word: Body = {"encrypted_content": encode_thinking("word")}
     cases: list[tuple[Body, str]] = [
         (content | summary | word, "content"),
         (summary | word, "word"),

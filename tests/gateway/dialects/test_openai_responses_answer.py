@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from openai.types import responses
 from openai.types.responses import ResponseInputParam
 
-from m2forge.gateway.dialects.opaque_thinking import unseal
+from m2forge.gateway.dialects.opaque_thinking import decode_thinking
 from m2forge.gateway.dialects.openai.responses import CUT_OFF, OpenAIResponses, SpokenTokens
 from m2forge.gateway.dialects.types import Answer, Ask, Dialect, Ending, TokenLogprob, Usage
 from m2forge.records import JsonValue
@@ -42,7 +42,7 @@ def test_settings_shape_the_response(answer: Answer, setting: dict[str, Any]) ->
         parts = thought.summary if "summary" in setting.get("reasoning", {}) else thought.content
         assert [part.text for part in parts or ()] == [answer.completion.thinking]
         word, is_sealed = thought.encrypted_content, SEALED in setting.get("include", [])
-        assert (unseal(word) if word else None) == (answer.completion.thinking if is_sealed else None)
+        assert (decode_thinking(word) if word else None) == (answer.completion.thinking if is_sealed else None)
 
 
 def test_calls_and_results_may_come_back_in_turns() -> None:

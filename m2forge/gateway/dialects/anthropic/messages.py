@@ -49,7 +49,7 @@ from typing import Literal, NoReturn
 
 from m2forge.errors import RecordError
 from m2forge.gateway.dialects.conversation import Conversation, answer_format
-from m2forge.gateway.dialects.opaque_thinking import seal, sign, unseal
+from m2forge.gateway.dialects.opaque_thinking import decode_thinking, encode_thinking, sign
 from m2forge.gateway.dialects.types import (
     READ_DEFAULTS,
     Answer,
@@ -218,10 +218,10 @@ def _read_assistant(conversation: Conversation, content: JsonValue, location: st
 def _thinking(block: Mapping[str, JsonValue], location: str) -> str:
     fields = Fields(block, THINKING_FIELDS, location)
     thinking, signature = read_text(fields.value("thinking"), f"{location}.thinking"), fields.text("signature") or ""
-    sealed = "" if thinking or not signature else unseal(signature)
-    if sealed is None:
+    decoded = "" if thinking or not signature else decode_thinking(signature)
+    if decoded is None:
         fields.refuse("thinking", "is empty, and the signature is none that this model can read; leave the block out")
-    return thinking or sealed
+    return thinking or decoded
 
 
 def _call(block: Mapping[str, JsonValue], location: str) -> ToolCall:
@@ -582,7 +582,7 @@ class MessagesStream:
 
 def signature(thinking: str, id: str, is_omitted: bool) -> str:
     """Return a thinking block's signature: it contains the thinking if that is omitted; otherwise it is unused."""
-    return seal(thinking) if is_omitted else sign(id)
+    return encode_thinking(thinking) if is_omitted else sign(id)
 
 
 def tool_use_body(call: ToolCall, input: JsonValue) -> dict[str, JsonValue]:

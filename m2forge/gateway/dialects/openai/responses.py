@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from m2forge.gateway.dialects.opaque_thinking import seal
+from m2forge.gateway.dialects.opaque_thinking import encode_thinking
 from m2forge.gateway.dialects.openai.chat import TOO_LONG, arguments_text, error_body, quote, token_bodies
 from m2forge.gateway.dialects.openai.responses_input import CUSTOM_ARGUMENT, FORMS, HIDDEN, item_id, read_ask
 from m2forge.gateway.dialects.types import (
@@ -108,7 +108,7 @@ def reasoning_body(ask: Ask, id: str, thinking: str | None, status: str) -> dict
     else:
         body["content"] = [{"type": "reasoning_text", "text": thinking}]
     if ask.echo.get("is_sealed"):
-        body["encrypted_content"] = seal(thinking)
+        body["encrypted_content"] = encode_thinking(thinking)
     return body
 
 

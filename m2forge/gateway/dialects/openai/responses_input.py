@@ -39,7 +39,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from m2forge.gateway.dialects.conversation import Conversation
-from m2forge.gateway.dialects.opaque_thinking import unseal
+from m2forge.gateway.dialects.opaque_thinking import decode_thinking
 from m2forge.gateway.dialects.openai.chat import (
     DEFAULT_VERBOSITY,
     EFFORTS,
@@ -192,10 +192,10 @@ def _read_reasoning(conversation: Conversation, item: Mapping[str, JsonValue], l
     content = _texts(fields, "content", "reasoning_text")
     summary = _texts(fields, "summary", "summary_text")
     word = fields.text("encrypted_content")
-    sealed = unseal(word) if word else ""
-    if sealed is None and not content and not summary:
+    decoded = decode_thinking(word) if word else ""
+    if decoded is None and not content and not summary:
         fields.refuse("encrypted_content", "is none that this model can read; leave the item out")
-    conversation.think(content or sealed or summary, _source(fields))
+    conversation.think(content or decoded or summary, _source(fields))
 
 
 def _read_call(conversation: Conversation, item: Mapping[str, JsonValue], location: str) -> None:
