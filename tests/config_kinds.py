@@ -139,7 +139,10 @@ class Kinds(ast.NodeVisitor):
 
     def _evaluated(self, node: ast.expr) -> list[Kind]:
         try:
-            kind = eval(compile(ast.Expression(node), "annotation", "eval"), self._globals)
+            if isinstance(node, ast.Name) and node.id in self._globals:  # most are, and compiling takes long
+                kind = self._globals[node.id]
+            else:
+                kind = eval(compile(ast.Expression(node), "annotation", "eval"), self._globals)
             kind = eval(kind, self._globals) if isinstance(kind, str) else kind
         except Exception:  # noqa: BLE001  (a name that only the type checker imports)
             return []

@@ -13,7 +13,6 @@ from execnet import XSpec
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 
-from tests import worker_server
 from tests.cost import Cost, cost_of, run_order
 from tests.schedule import WaitingApart, is_waiter, is_waiting, is_whole
 
@@ -28,6 +27,8 @@ settings.register_profile("default", ANY_SPEED, max_examples=10, derandomize=Tru
 settings.register_profile("long", ANY_SPEED, max_examples=1000, print_blob=True)
 settings.register_profile("fast", settings.get_profile("default"), max_examples=5)
 settings.load_profile("long" if LONG else "fast" if FAST else "default")
+FEW_CASES = settings() if LONG else settings(max_examples=5)
+"""For tests of networks and engines, each case of which takes a tenth of a second or more."""
 
 
 def pytest_configure() -> None:
@@ -46,6 +47,9 @@ def pytest_configure() -> None:
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[XSpec]) -> None:
     if FAST or not is_whole(config.args):
         return  # workers that run a part of the tests import less
+    # Here, as a file that takes a constant from this one starts no process for it (tests/cost.py).
+    from tests import worker_server
+
     folder = Path(tempfile.mkdtemp(prefix="m2forge-workers-"))
     config.add_cleanup(lambda: shutil.rmtree(folder))
     config.add_cleanup(worker_server.start(folder / "socket"))

@@ -24,6 +24,7 @@ from m2forge.model.checkpoint import load_model, save_model
 from m2forge.model.config import FamilyName, ModelConfig, WindowConfig
 from m2forge.model.preset import PRESETS
 from m2forge.model.transformer import Transformer
+from tests.conftest import FEW_CASES
 from tests.forked import start
 from tests.model.bias import set_biases
 from tests.model.draw import FAMILIES, SMALL, model_configs
@@ -76,6 +77,7 @@ def copy(saved: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@FEW_CASES
 @given(data=st.data())
 def test_transformers_computes_the_same_from_what_we_save(family: FamilyName, data: st.DataObject) -> None:
     num_mtp = data.draw(st.integers(0, 2))

@@ -17,6 +17,7 @@ from m2forge.model.config import FamilyName, ModelConfig
 from m2forge.model.preset import PRESETS
 from m2forge.model.rotary import frequencies
 from m2forge.model.transformer import Router, Transformer
+from tests.conftest import FEW_CASES
 from tests.model.bias import set_biases
 from tests.model.draw import FAMILIES, model_configs
 from tests.model.peer import grad_of, transformers_twin, twin_gradient
@@ -47,6 +48,7 @@ def routing_margin(model: Transformer, tokens: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@FEW_CASES
 @given(data=st.data())
 def test_logits_and_gradients_equal_transformers(family: FamilyName, data: st.DataObject) -> None:
     config = data.draw(model_configs(family))

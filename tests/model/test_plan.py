@@ -11,6 +11,7 @@ from torch import Tensor
 from m2forge.model.build import build
 from m2forge.model.config import FamilyName, ModelConfig, WindowConfig
 from m2forge.model.plan import AttentionPlan, CausalRows, Documents, visible
+from tests.conftest import FEW_CASES
 from tests.model.bias import set_biases
 from tests.model.draw import FAMILIES, model_configs
 
@@ -52,6 +53,7 @@ def sees(q: int, k: int, window: WindowConfig | None) -> bool:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@FEW_CASES
 @given(data=st.data())
 def test_packed_documents_equal_each_document_alone(family: FamilyName, data: st.DataObject) -> None:
     model, config, generator = drawn_model(data, family)
@@ -68,6 +70,7 @@ def test_packed_documents_equal_each_document_alone(family: FamilyName, data: st
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@FEW_CASES
 @given(data=st.data())
 def test_rows_equal_documents_of_one_length_and_gradients_too(family: FamilyName, data: st.DataObject) -> None:
     model, config, generator = drawn_model(data, family)

@@ -15,6 +15,7 @@ from m2forge.model.config import AttentionConfig, FamilyName, ModelConfig, MoECo
 from m2forge.model.plan import Documents
 from m2forge.model.preset import PRESETS
 from m2forge.model.transformer import Output, Transformer, aux_loss
+from tests.conftest import FEW_CASES
 from tests.model.bias import set_biases
 from tests.model.draw import FAMILIES, model_configs
 
@@ -71,6 +72,7 @@ def backward(model: Transformer, tokens: Tensor) -> tuple[Output, dict[str, Tens
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@FEW_CASES
 @given(data=st.data())
 def test_gradients_equal_finite_differences(family: FamilyName, data: st.DataObject) -> None:
     config = data.draw(model_configs(family, num_mtp=data.draw(st.integers(0, 2))))

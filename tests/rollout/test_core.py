@@ -12,6 +12,7 @@ from m2forge.records import FinishReason
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
 from m2forge.rollout.speculation.adaptive_depth import FixedDepth
+from tests.conftest import FEW_CASES
 from tests.model.draw import SMALL
 from tests.model.generate import generate
 from tests.rollout.draw import (
@@ -32,6 +33,7 @@ from tests.rollout.draw import (
 from tests.rollout.plain import all_logits
 
 
+@FEW_CASES
 @given(traffics())
 def test_every_token_is_what_the_plain_computation_draws(traffic: Traffic) -> None:
     check_served(traffic)

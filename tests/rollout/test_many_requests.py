@@ -81,7 +81,7 @@ def test_a_leak_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
         kept.append(id + "x")
 
     monkeypatch.setattr(Core, "add", add_and_keep)
-    assert growth(60, num_times=2) > 60 * LEAK_BYTES
+    assert growth(20, num_times=2) > 20 * LEAK_BYTES
 
 
 @pytest.mark.long

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.errors import CheckpointError
@@ -13,7 +13,7 @@ from m2forge.protocols import Prompt
 from m2forge.records import FinishReason, PolicyVersion
 from m2forge.rollout.config import OnWeightUpdate, StaleCache
 from m2forge.weights.store import WeightStore
-from tests.conftest import LONG
+from tests.conftest import FEW_CASES
 from tests.model.generate import generate
 from tests.rollout.draw import (
     GREEDY,
@@ -33,7 +33,7 @@ from tests.rollout.draw import (
 
 
 @pytest.mark.parametrize("on_weight_update", ["finish", "continue", "restart"])
-@settings(max_examples=1000 if LONG else 10)
+@FEW_CASES
 @given(data=st.data(), stale_cache=st.sampled_from(("drop", "keep")))
 def test_weights_that_arrive_leave_every_token_exact(
     on_weight_update: OnWeightUpdate, stale_cache: StaleCache, data: st.DataObject

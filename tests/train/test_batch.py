@@ -13,6 +13,7 @@ from m2forge.train.batch import bucket_length, make_batch
 from m2forge.train.config import OptimizerConfig, PolicyConfig
 from m2forge.train.engine import PendingMetrics, TrainEngine
 from m2forge.tree.token_tree import TokenTree
+from tests.conftest import FEW_CASES
 from tests.train.draw import draw_pack, small_model
 from tests.train.naive import forests, watch_gradients, watch_margin
 
@@ -60,6 +61,7 @@ def assert_same_step(aux_loss_weight: float, run: Callable[[TrainEngine], Pendin
         torch.testing.assert_close(after[name], weight, rtol=1e-12, atol=1e-12)
 
 
+@FEW_CASES
 @given(
     seed=st.integers(0, 2**16),
     lengths=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=3),
@@ -79,6 +81,7 @@ def test_padding_of_packs_counts_nowhere(
     )
 
 
+@FEW_CASES
 @given(trees=forests(), bucket=st.integers(1, 40), aux_loss_weight=st.sampled_from((0.0, 0.5)))
 def test_padding_of_trees_counts_nowhere(trees: list[TokenTree], bucket: int, aux_loss_weight: float) -> None:
     longest = max(sample.num_tokens for tree in trees for sample in tree.samples)

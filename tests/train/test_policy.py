@@ -24,7 +24,7 @@ from m2forge.tree.build import RawCall, build_trees
 from m2forge.tree.flat import flatten
 from m2forge.tree.pack import pack_trees
 from m2forge.tree.token_tree import TokenTree
-from tests.conftest import LONG
+from tests.conftest import FEW_CASES, LONG
 from tests.model.draw_tree import drawn_network
 from tests.train.draw import VOCAB, small_model
 from tests.train.naive import forests, make_tree, watch_gradients
@@ -41,6 +41,7 @@ def some_forest(weight: float = 1.0) -> list[TokenTree]:
     ]
 
 
+@FEW_CASES
 @given(
     trees=forests(),
     loss=st.sampled_from(("cispo", "ppo_clip", "sft")),

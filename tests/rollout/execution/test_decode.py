@@ -11,6 +11,7 @@ from torch import Tensor
 from m2forge.rollout.execution.decode import NUM_FIELDS, Decoder, Shape
 from m2forge.rollout.execution.model_runner import PlainNetwork
 from m2forge.rollout.kv.paged_plan import PagedCache, PagedPlan
+from tests.conftest import FEW_CASES
 from tests.rollout.draw import TINY, network
 
 BLOCK_TOKENS, NUM_BLOCKS, NUM_STEPS, NUM_RUN = 4, 8, 5, 7
@@ -45,6 +46,7 @@ def sequences(shape: Shape, rng: np.random.Generator) -> Tensor:
     return torch.from_numpy(integers)
 
 
+@FEW_CASES
 @given(depth=st.integers(1, 3), num_sequences=st.integers(1, 6), is_greedy=st.booleans(), seed=st.integers(0, 2**16))
 def test_what_a_module_ran_it_does_not_run_again(depth: int, num_sequences: int, is_greedy: bool, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -18,6 +18,7 @@ from m2forge.rollout.config import OnWeightUpdate, RolloutConfig, StaleCache
 from m2forge.rollout.core import Core
 from m2forge.rollout.speculation import verify as speculation
 from m2forge.rollout.speculation.adaptive_depth import FixedDepth
+from tests.conftest import FEW_CASES
 from tests.model.generate import generate
 from tests.rollout.draw import (
     GREEDY,
@@ -42,12 +43,14 @@ from tests.rollout.plain import plain_distribution
 # -- exactness --------------------------------------------------------------------------------------------------------
 
 
+@FEW_CASES
 @given(traffics(max_depth=3))
 def test_every_token_is_what_the_plain_computation_draws(traffic: Traffic) -> None:
     """With a seed the very token; without one the distribution that it was drawn from, at its log-probabilities."""
     check_served(traffic)
 
 
+@FEW_CASES
 @given(traffics(samplings=(GREEDY,), max_depth=3))
 def test_greedy_completions_equal_the_plain_loop_with_any_drafts(traffic: Traffic) -> None:
     """After prefix hits, copies of tails, preemption, and steps without drafts: the modules never miss a token."""
@@ -64,6 +67,7 @@ def test_greedy_completions_equal_the_plain_loop_with_any_drafts(traffic: Traffi
             assert completion.ids == (new[: len(completion.ids)] if aborted else new)
 
 
+@FEW_CASES
 @given(
     data=st.data(),
     on_weight_update=st.sampled_from(("finish", "continue", "restart")),
