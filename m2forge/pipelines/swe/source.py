@@ -25,7 +25,7 @@ from pathlib import Path
 from m2forge.compiled import cache_folder
 from m2forge.errors import DataError, NotFoundError
 from m2forge.files import write_atomic
-from m2forge.pipelines.archive import members
+from m2forge.pipelines.package_archive import members
 from m2forge.pipelines.stage import Rejection
 from m2forge.pipelines.swe.candidate import Candidate, Text, make_candidate
 from m2forge.pipelines.swe.toolchains.c import without_generated

@@ -37,7 +37,7 @@ from typing import cast
 from xml.parsers import expat
 
 from m2forge.errors import DataError, NotFoundError
-from m2forge.pipelines.archive import is_archive, members
+from m2forge.pipelines.package_archive import is_archive, members
 from m2forge.pipelines.stage import Context, Item, Rejection, Source, stamp
 from m2forge.pipelines.terminal.config import TerminalConfig
 from m2forge.records import JsonValue
