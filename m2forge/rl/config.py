@@ -223,6 +223,10 @@ class RLConfig(Config):
             )
         if self.train.lora is not None and self.weights.sync == "collective":
             raise ValueError('weights.sync = "collective": with train.lora versions are small adapters; leave it out')
+        if self.cluster.launcher == "ray" and self.weights.sync == "collective":
+            raise ValueError(
+                'weights.sync = "collective" stays on one machine, which Ray does not promise; leave it out'
+            )
         if self.engine.server is not None:
             self._check_server(self.engine.server.kind)
         problem = self.policy.sampling_problem(self.agent.sampling.record())

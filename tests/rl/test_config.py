@@ -31,6 +31,8 @@ def test_ranks_that_share_packs_are_refused(tmp_path: Path) -> None:
 def test_adapters_are_not_broadcast(tmp_path: Path) -> None:
     weights = {"sync": "collective"}
     assert make_config(tmp_path, weights=weights).weights.sync == "collective"
+    with pytest.raises(ConfigError, match=r'weights.sync = "collective" stays on one machine'):
+        make_config(tmp_path, weights=weights, cluster={"launcher": "ray"})
     with pytest.raises(ConfigError, match=r'weights.sync = "collective": with train.lora versions are small adapters'):
         make_config(tmp_path, weights=weights, train={"lora": {"rank": 2}})
 
