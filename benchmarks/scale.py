@@ -3,7 +3,7 @@
 `--part weights`: bytes and seconds of a policy version published as the elements that changed, beside a whole copy and
 beside changes with 32-bit indices. Float32 masters move by ±lr, as Adam's first steps do, and are rounded to bfloat16,
 so the share of changed elements is that of a run at this learning rate. Replicas that apply the changes to the version
-before must hold the bits of the whole copy.
+before must hold the bits of the whole copy. Then whole versions go to one and four processes (scale_weights.py).
 
 `--part walk`: see scale_walk.py.
 
@@ -29,6 +29,7 @@ from scale_checkpoint import checkpoints
 from scale_mesh import mesh
 from scale_plan import plan
 from scale_walk import walk
+from scale_weights import publish_to_replicas
 
 from m2forge.model.build import build
 from m2forge.model.checkpoint import fill, load_model, open_source
@@ -115,7 +116,7 @@ def weights(quick: bool) -> list[Bar]:
     columns = ("version", "elements changed", "MB", "bytes per changed element", "publish s", "apply s")
     num_parameters = sum(weight.numel() for weight in model.parameters())
     print_table(f"Policy versions of {num_parameters / 1e6:.0f}M parameters", columns, rows)
-    return [*bars, Bar.at_most("replicas that differ in a bit", num_different, 0)]
+    return [*bars, Bar.at_most("replicas that differ in a bit", num_different, 0), *publish_to_replicas(model)]
 
 
 def timed(call: Callable[[], T]) -> tuple[float, T]:
