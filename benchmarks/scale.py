@@ -13,6 +13,10 @@ before must hold the bits of the whole copy. Then whole versions go to one and f
 
 `--part plan`: what `m2forge plan` predicts of time and memory, beside real training steps (scale_plan.py).
 
+`--part pool`: one pool that many processes write, beside a loop and a trainer (scale_pool.py).
+
+`--part ring`: RL rings over the real pool, beside their simulation (scale_ring.py).
+
     python benchmarks/scale.py [--part NAME] [--json] [--quick]
 """
 
@@ -28,6 +32,8 @@ from report import Bar, arguments, finish, print_table
 from scale_checkpoint import checkpoints
 from scale_mesh import mesh
 from scale_plan import plan
+from scale_pool import pool
+from scale_ring import ring
 from scale_walk import walk
 from scale_weights import publish_to_replicas
 
@@ -126,7 +132,15 @@ def timed(call: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - started_s, result
 
 
-PARTS = {"weights": weights, "walk": walk, "plan": plan, "checkpoints": checkpoints, "mesh": mesh}
+PARTS = {
+    "weights": weights,
+    "walk": walk,
+    "plan": plan,
+    "checkpoints": checkpoints,
+    "mesh": mesh,
+    "pool": pool,
+    "ring": ring,
+}
 
 
 def main() -> None:

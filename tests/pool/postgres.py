@@ -67,6 +67,11 @@ class Server:
     _settings: tuple[str, ...]
     _process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         arguments = [str(self._programs / "postgres"), "-D", str(self._folder / "data"), "-p", str(_PORT)]
         for setting in self._settings:
