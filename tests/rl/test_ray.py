@@ -26,7 +26,7 @@ from tests.pool.test_processes import check
 from tests.rl.ray_nodes import HEAD, NUM_CPUS, Nodes, ray_nodes
 from tests.rl.ring import command_of, processes_of, started
 from tests.rl.scene import make_config
-from tests.rl.test_faults import INTERRUPTED, judge
+from tests.rl.test_faults import judge
 from tests.rl.test_hosts import HOSTS, LIMIT_S, Scene, check_rewards, make_scene, pids_of
 
 NUM_FAULTS = 50
@@ -101,27 +101,6 @@ def test_roles_of_a_dead_node_move_and_nothing_is_lost(nodes: Nodes, tmp_path: P
     assert [result.step for result in read_results(scene.layout.evaluations)] == [0, scene.config.num_steps]
     assert not journal_ids(scene.layout.journal), "what is recorded elsewhere is deleted"
     nodes.add()
-
-
-@pytest.mark.long
-def test_sigterm_ends_all_processes_and_the_run_resumes(nodes: Nodes, tmp_path: Path) -> None:
-    scene = make_scene(tmp_path)
-    on_ray(scene, nodes)
-    scene.held.touch()
-    with scene.pool:
-        with started(scene.command, scene.log) as loop:
-            wait_for_attempts(scene, loop)
-            os.kill(pids_of(scene)["keeper"], signal.SIGKILL)
-            wait_for_starts(scene, dict.fromkeys(("sampler", "gateway", *HOSTS), 1))
-            wait_for_attempts(scene, loop)
-            loop.terminate()
-            assert loop.wait(LIMIT_S) == INTERRUPTED, scene.log.read_text()[-3000:]
-        wait_until_gone(scene.layout.run_dir)
-        scene.held.unlink()
-        with started(scene.command, scene.log) as loop:
-            assert loop.wait(LIMIT_S) == 0, scene.log.read_text()[-3000:]
-        judge(scene.pool, scene.config)
-        check_rewards(scene, set())
 
 
 def step_of(scene: Scene) -> int:
