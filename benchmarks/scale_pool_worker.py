@@ -75,7 +75,8 @@ def summary(times_s: list[float]) -> dict[str, float]:
 
 async def write(work: Work, pool: Pool) -> None:
     patterns = [read_calls(pool, episode) for episode in work.patterns]
-    num_stored, times_s = 0, []
+    num_stored = 0
+    times_s: list[float] = []
     leased: list[Lease] = []
     async with PoolWriter(pool) as writer:
         leasing = asyncio.Lock()
