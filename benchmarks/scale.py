@@ -141,13 +141,17 @@ PARTS = {
     "pool": pool,
     "ring": ring,
 }
+QUICK_PARTS = ["weights", "checkpoints"]
+"""Those that together take a minute on two cores."""
 
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--part", choices=PARTS, help="one part; by default all")
+    parser.add_argument("--part", choices=PARTS, help="one part; by default all, with --quick those of a minute")
     options = parser.parse_args()
-    names = [options.part] if options.part else list(PARTS)
+    names = [options.part] if options.part else QUICK_PARTS if options.quick else list(PARTS)
+    if options.quick and not options.part:
+        print(f"parts {', '.join(names)}; name another with --part: {', '.join(PARTS.keys() - {*names})}")
     finish([bar for name in names for bar in PARTS[name](options.quick)], options.json)
 
 
