@@ -159,7 +159,8 @@ def results(folder: Path) -> dict[str, Result]:
         found[ids.get(task.path.name, task.path.name)] = Result(
             counts[0], counts[1], str(task.config.task.keywords[0] if task.config.task else "")
         )
-    return found
+    # The stage `transform` makes tasks of a candidate; the first asks for the change itself.
+    return found | {id.removesuffix("-0"): result for id, result in found.items() if id.endswith("-0")}
 
 
 def pair_id(pair: str) -> str:

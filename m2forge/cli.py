@@ -455,7 +455,7 @@ COMMANDS = {
     "corpus": Command("build token shards from documents", _add_corpus, command_corpus),
     "pretrain": Command("train a base model over a corpus, or resume its run", _add_run, command_pretrain),
     "sft": Command("fine-tune a model on trajectories, or resume its run", _add_run, command_sft),
-    "rl": Command("train a model by reinforcement learning with agents, or resume its run", _add_run, command_rl),
+    "rl": Command("train a model as an agent by RL, or resume its run", _add_run, command_rl),
     "pipeline": Command("make tasks and trajectories of raw material", _add_run, command_pipeline),
     "eval": Command("measure a model: a table and plots", _add_config, command_eval),
     "init": Command("write the files of a first run of your own", _add_init, command_init),

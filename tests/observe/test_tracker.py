@@ -99,7 +99,7 @@ def test_a_failing_tracker_is_one_warning(
             writer.write(step, {"loss": 1.0})
     (message,) = caplog.messages
     assert message.startswith(("wandb did not receive the ", "wandb did not receive step 0: "))
-    assert "ConnectionError: network is unreachable; training goes on" in message
+    assert "ConnectionError: network is unreachable; training continues" in message
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 5
 
 

@@ -7,6 +7,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +51,9 @@ def ray_nodes() -> Iterator[Nodes]:
         cluster_utils: Any = importlib.import_module("ray.cluster_utils")
 
         folder = tempfile.mkdtemp(prefix="ray-")
+        # Ray notes the address of the last cluster below it, for all that look for one.
+        patch.setenv("RAY_TMPDIR", folder)
+        Path(folder, "ray").mkdir()
         head = {
             "node_name": HEAD,
             "num_cpus": 1,
