@@ -67,7 +67,7 @@ def draw_packs(num_tokens: int) -> list[Pack]:
 
 
 def median_s(call: Callable[[], object], ranks: ProcessRanks, num_times: int) -> float:
-    """Of the slower process; both begin at the same time."""
+    """The median time of the slower process; both begin at the same time."""
     spent_s = []
     for _ in range(num_times + 1):
         ranks.max_int(0)

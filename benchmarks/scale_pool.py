@@ -61,7 +61,7 @@ class Size:
     num_units: int
     num_queued: int
     seconds: float
-    """Of each measurement."""
+    """How long each measurement takes."""
     episodes_per_s: int = 2_000
     """More than agents can record."""
 

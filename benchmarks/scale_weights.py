@@ -32,7 +32,7 @@ from m2forge.weights.store import WeightStore
 NUMBERS = (1, 4)
 NUM_VERSIONS = 3
 NUM_COPIES = 3
-"""Of which the fastest counts: the first touches memory that no process had."""
+"""The fastest counts: the first touches memory that no process had."""
 START_S = 300.0
 
 

@@ -26,7 +26,7 @@ from tests.train.received import Received
 
 assert SMALL.moe is not None
 MOE = SMALL.moe.model_copy(update={"num_experts": 4, "top_k": 3})
-"""Of three of four experts some lie on either of two ranks."""
+"""Each token chooses three of four experts, so that both ranks hold some of them."""
 NETWORK = SMALL.model_copy(update={"vocab_size": 32, "num_layers": 2, "num_mtp": 1, "moe": MOE})
 NUM_PACKS = 2
 LEAST_BYTES = 512

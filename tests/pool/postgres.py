@@ -60,7 +60,7 @@ class Server:
     """A server that can be killed and started again over the same data."""
 
     url: str
-    """Of a server without databases of ours."""
+    """Address of its default database."""
     _folder: Path
     _programs: Path
     _user: str | None

@@ -1,4 +1,4 @@
-"""Versions by broadcast: whole in each sampler or not there, whoever dies; the folder is read where none came."""
+"""Versions by broadcast: whole in each sampler or not there, whichever process dies; else the folder is read."""
 
 import os
 import signal
