@@ -1,5 +1,6 @@
 """Processes that fail, are terminated, killed or stopped, on PostgreSQL: the loop restarts them, a loop that is killed
-itself is resumed, and nothing is lost or learnt twice. (test_own_tasks.py kills those of a run on SQLite.)"""
+itself is resumed, from a folder with the keys of an earlier release, and nothing is lost or learnt twice.
+(test_own_tasks.py kills those of a run on SQLite.)"""
 
 import re
 import signal
@@ -75,8 +76,10 @@ def run_and_strike(tmp_path: Path, url: str) -> None:
         wait_until_gone(run_dir)
         witness.look()
         check(stored)
+        resolved = write_former_keys(run_dir / "config.toml")
         with started(command, log) as loop:
             assert loop.wait(TIMEOUT_S) == 0, log.read_text()[-2000:]
+        assert (run_dir / "config.toml").read_text(encoding="utf-8") == resolved
         wait_until_gone(run_dir)
         witness.look()
         judge(stored, config)
@@ -91,6 +94,16 @@ def run_and_strike(tmp_path: Path, url: str) -> None:
     assert "the rollout engine failed" in said
     assert "ArithmeticError: broken by SIGUSR1" in said
     assert is_trained(layout, config)
+
+
+def write_former_keys(path: Path) -> str:
+    """Make a run's folder one of an earlier release; returns the configuration as it was."""
+    current = former = path.read_text(encoding="utf-8")
+    for name, before in (("[lr]", "[rate]"), ("[eval]", "[check]"), ("on_weight_update", "on_load")):
+        assert name in former
+        former = former.replace(name, before)
+    path.write_text(former, encoding="utf-8")
+    return current
 
 
 def check_results(run_dir: Path, num_steps: int) -> None:
