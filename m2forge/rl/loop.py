@@ -239,7 +239,7 @@ class Loop:
                 if self.config.pool.admit_deployed:
                     self._start(background, keep_address(self.layout.gateway, servers.gateway))
                 async with (
-                    open_admin(self.config, lambda: servers.gateway.url, servers.gateway.key) as admin,
+                    open_admin(self.config, lambda: servers.gateway.child.url, servers.gateway.key) as admin,
                     open_agent(self.config.agent, self._own(self.layout.agents), self.format) as agent,
                     open_tasks(self.config, self._own(self.layout.run_dir / "verify")) as runner,
                     PoolWriter(self.pool) as writer,
@@ -367,7 +367,7 @@ class Loop:
         goes to its successor."""
         process = sampler.child
         num_starts = process.num_starts
-        with contextlib.closing(HttpClient(lambda: sampler.url, key=sampler.key)) as http:
+        with contextlib.closing(HttpClient(lambda: sampler.child.url, key=sampler.key)) as http:
             while True:
                 starts = process.num_starts
                 is_answered = starts == num_starts or await self._fetch_version(http)
