@@ -203,8 +203,8 @@ def test_a_step_repeated_after_a_restore_is_pushed_and_evaluated(model: Path, tm
 
         loop.evaluations._evaluate = check  # type: ignore[method-assign]  # agents would have to attempt tasks
         async with served(make_app(engine, ServerConfig(), KEY)) as url, PoolWriter(loop.pool) as writer:
-            child = SimpleNamespace(num_starts=1)
-            sampler = cast("Server", SimpleNamespace(url=url, key=KEY, child=child))
+            child = SimpleNamespace(num_starts=1, url=url)
+            sampler = cast("Server", SimpleNamespace(key=KEY, child=child))
             lost = publish(2.0)
             pushing = asyncio.create_task(loop._push_weights(sampler, writer))
             while loop.served != lost:
