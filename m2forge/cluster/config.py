@@ -17,13 +17,17 @@ from m2forge.config import Config
 
 
 class RayConfig(Config):
-    """What a run asks of a Ray cluster. Each process is placed as a whole: the ranks of a trainer share a node."""
+    """What a run asks of a Ray cluster. Each process is placed as a whole, but the ranks of a trainer may have several
+    nodes."""
 
     address: str = Field(default="auto", pattern=r"^(auto|[^:/\s]+:\d+)$")
     """HOST:PORT of the cluster's head. auto: what `RAY_ADDRESS` says, or the cluster that this machine belongs to."""
     cpus: Annotated[float, Field(gt=0)] = 1.0
     """CPUs that each process reserves."""
+    trainer_nodes: Annotated[int, Field(gt=0)] = 1
+    """Nodes that the ranks of the trainer are divided between, each with as many."""
     trainer_gpus: Annotated[int, Field(ge=0)] = 0
+    """GPUs that the trainer reserves on each of its nodes."""
     sampler_gpus: Annotated[int, Field(ge=0)] = 0
     gpu: str | None = Field(default=None, min_length=1)
     """The type of these GPUs as Ray names it, such as H200; None: any."""

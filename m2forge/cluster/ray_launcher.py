@@ -402,6 +402,6 @@ def _label(node: Mapping[str, Any]) -> str:
 
 def _listed(numbers: Needs) -> str:
     """CPUs, GPUs and their types; Ray's other resources are left out."""
-    shown = [f"{num:g} {name}" for name, num in numbers.items() if name in ("CPU", "GPU")]
+    shown = [f"{numbers[name]:g} {name}" for name in ("CPU", "GPU") if name in numbers]
     types = [name.removeprefix("accelerator_type:") for name in numbers if name.startswith("accelerator_type:")]
     return ", ".join([*shown, *types]) or "nothing"

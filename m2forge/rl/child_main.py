@@ -1,14 +1,16 @@
 """Entry points of the loop's child processes, each configured from the run's directory alone:
 
-    python -m m2forge.rl.child_main trainer RUN_DIR                     on a mesh, starts itself once for each rank
+    python -m m2forge.rl.child_main trainer RUN_DIR [SOCKET]            on a mesh, starts itself once for each rank
+    python -m m2forge.rl.child_main trainer-node RUN_DIR INDEX          the ranks of the trainer's other nodes
     python -m m2forge.rl.child_main sampler RUN_DIR SOCKET              serves the newest published weights by HTTP
     python -m m2forge.rl.child_main gateway RUN_DIR SOCKET
     python -m m2forge.rl.child_main host RUN_DIR NAME                   an agent host (rl/host.py)
 
 SOCKET is the file descriptor of a listening socket that outlives the process (cluster/launcher.py). Standard input
-holds the API keys, one per line: the server's own, then for the gateway the sampler's; for a host the gateway's. URLs
-of servers are in the records of their processes. Of trainer and gateway one process runs at a time: if the node of one
-was lost and its process is still alive there, the next waits until it has ended.
+holds the API keys, one per line: the server's own, then for the gateway the sampler's; for a host the gateway's; for a
+trainer on several nodes their key. URLs of servers are in the records of their processes. Of trainer and gateway one
+process runs at a time: if the node of one was lost and its process is still alive there, the next waits until it has
+ended.
 
 The gateway's process also executes tasks' tools: it runs the families' code in worker processes and adds each call's
 latency.
@@ -23,6 +25,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from m2forge.cluster.launcher import end_with_error
 from m2forge.cluster.process_record import RoleUrl
@@ -32,10 +35,13 @@ from m2forge.importing import importing
 from m2forge.observe.log import set_up_logging
 from m2forge.records import JsonValue, PolicyVersion, Task
 from m2forge.rl.config import RLConfig
-from m2forge.rl.layout import SAMPLER, Layout
+from m2forge.rl.layout import SAMPLER, TRAINER, TRAINER_NODE, Layout
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.message import tool_to_openai
 from m2forge.train.run_dir import CONFIG_FILE
+
+if TYPE_CHECKING:
+    from m2forge.rl.trainer_nodes import Nodes
 
 MODULE = "m2forge.rl.child_main"
 POLL_S = 0.1
@@ -43,18 +49,42 @@ MAX_PERF = 1.0
 """Upper bound of a posted reward, because it counts as the perf of a deployed agent's episode."""
 
 
-def run_trainer(run_dir: Path) -> None:
-    machine = load_resolved(RLConfig, run_dir / CONFIG_FILE).train.machine
-    if not machine.mesh.is_single and "RANK" not in os.environ:
-        from m2forge.rl.ranks import num_ranks, run_ranks
+def run_trainer(run_dir: Path, descriptor: str | None = None) -> None:
+    """`descriptor`: of the socket on which other nodes find the first one of a trainer on several."""
+    config = load_resolved(RLConfig, run_dir / CONFIG_FILE)
+    if not config.train.machine.mesh.is_single and "RANK" not in os.environ:
+        from m2forge.rl.ranks import run_ranks
+        from m2forge.rl.trainer_nodes import lead
 
+        nodes = _trainer_nodes(config, run_dir)
         with alone(run_dir / "trainer.lock"):
-            sys.exit(run_ranks((MODULE, "trainer", str(run_dir)), num_ranks(machine), Layout(run_dir).log))
+            if descriptor is None:
+                sys.exit(run_ranks(nodes.command, nodes.num_ranks, nodes.log_folder))
+            (key,) = read_keys(1)
+            sys.exit(lead(nodes, socket.socket(fileno=int(descriptor)), key))
     with importing():
         from m2forge.rl.trainer import train
 
     with contextlib.nullcontext() if "RANK" in os.environ else alone(run_dir / "trainer.lock"):
         train(run_dir)
+
+
+def run_trainer_node(run_dir: Path, index: str) -> None:
+    from m2forge.rl.trainer_nodes import follow
+
+    (key,) = read_keys(1)
+    config = load_resolved(RLConfig, run_dir / CONFIG_FILE)
+    url = RoleUrl(Layout(run_dir).processes, TRAINER)
+    follow(_trainer_nodes(config, run_dir), int(index), url, key)
+
+
+def _trainer_nodes(config: RLConfig, run_dir: Path) -> "Nodes":
+    from m2forge.rl.ranks import num_ranks
+    from m2forge.rl.trainer_nodes import Nodes
+
+    num_nodes = config.cluster.ray.trainer_nodes
+    command = (MODULE, TRAINER, str(run_dir))
+    return Nodes(num_nodes, num_ranks(config.train.machine, num_nodes), command, Layout(run_dir).log)
 
 
 @contextlib.contextmanager
@@ -196,7 +226,8 @@ async def open_tool_host(config: RLConfig, folder: Path) -> AsyncGenerator[Famil
 
 
 PROCESSES: dict[str, Callable[..., None]] = {
-    "trainer": run_trainer,
+    TRAINER: run_trainer,
+    TRAINER_NODE: run_trainer_node,
     "sampler": run_sampler,
     "gateway": run_gateway,
     "host": run_host,

@@ -17,6 +17,7 @@ command = ["python", "examples/task_agent.py"]
 queue = 64
 """
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
@@ -217,6 +218,7 @@ class RLConfig(Config):
             raise ValueError(
                 f"train.machine.mesh.context: RL deals whole trees to ranks, received {context}; leave it out"
             )
+        self._check_trainer_nodes()
         if self.train.lora is not None and self.weights.anchor_every > 1:
             raise ValueError(
                 "weights.anchor_every: with train.lora a version is an adapter, which is published whole; leave it out"
@@ -233,6 +235,14 @@ class RLConfig(Config):
         if problem is not None:
             raise ValueError(f"agent.sampling: nothing sampled this way can be trained: {problem}")
         return self
+
+    def _check_trainer_nodes(self) -> None:
+        mesh, num_nodes = self.train.machine.mesh, self.cluster.ray.trainer_nodes
+        if "auto" not in (mesh.replicate, mesh.shard) and (num_ranks := math.prod(mesh.shape)) % num_nodes:
+            raise ValueError(
+                f"cluster.ray.trainer_nodes: {num_nodes} nodes cannot have as many of the {num_ranks} ranks of "
+                f"train.machine.mesh each; use a divisor of {num_ranks}"
+            )
 
     def _check_server(self, kind: str) -> None:
         """Refuse what a server of another engine cannot do."""

@@ -48,6 +48,7 @@ from m2forge.weights.store import WeightStore
 
 SQLITE = "sqlite:///"
 TRAINER, SAMPLER, GATEWAY = "trainer", "sampler", "gateway"
+TRAINER_NODE = "trainer-node"
 """Names of a run's processes, beside those of its agent hosts."""
 
 

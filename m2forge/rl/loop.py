@@ -95,8 +95,8 @@ from m2forge.rl.deployed import DeployedEpisodes, keep_address
 from m2forge.rl.eval import EvalResult, Evaluations, read_results
 from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.rl.host import add_counts, delete_ended, host_names, open_admin, open_tasks
-from m2forge.rl.layout import TRAINER, Layout, read_lineage
-from m2forge.rl.servers import Server, make_servers, open_launchers, require_cluster
+from m2forge.rl.layout import Layout, read_lineage
+from m2forge.rl.servers import Server, launch_trainer, make_servers, open_launchers, require_cluster
 from m2forge.tasks.curriculum import Curriculum, Draw, Families
 from m2forge.tasks.survey import survey
 from m2forge.tasks.task_set import FamilyInfo
@@ -223,16 +223,18 @@ class Loop:
         everything that it started before it raises."""
         background: set[asyncio.Task[None]] = set()
         own, launcher = open_launchers(self.config, self.layout)
-        role = Role(TRAINER, (MODULE, TRAINER, str(self.layout.run_dir)))
         launched: list[Launched] = []
         try:
             with _terminated_as_interrupted():
-                trainer = await own.launch(role, partial(is_trained, self.layout, self.config))
-                launched.append(trainer)
+                is_done = partial(is_trained, self.layout, self.config)
+                trainer, *trainer_nodes = await launch_trainer(own, self.config, self.layout, is_done)
+                launched += trainer, *trainer_nodes
                 servers = await make_servers(launcher, self.layout, self.config.gateway.host, self.config.gateway_port)
                 serving = [servers.sampler.child, servers.gateway.child]
                 launched += reversed(serving)
                 training = self._start(background, trainer.supervise())
+                for node in trainer_nodes:
+                    self._start(background, node.supervise())
                 await self._while_alive(background, self._wait_for_weights())
                 for child in serving:
                     self._start(background, child.supervise())

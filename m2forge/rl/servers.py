@@ -1,5 +1,7 @@
-"""The launchers of a run's processes; its sampler and gateway: two servers, each on a socket that outlives it."""
+"""The launchers of a run's processes; its trainer; its sampler and gateway: two servers, each on a socket that outlives
+it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from m2forge.key import make_key
 from m2forge.rl.child_main import MODULE
 from m2forge.rl.config import RLConfig
 from m2forge.rl.host import host_names
-from m2forge.rl.layout import GATEWAY, SAMPLER, SQLITE, TRAINER, Layout
+from m2forge.rl.layout import GATEWAY, SAMPLER, SQLITE, TRAINER, TRAINER_NODE, Layout
 from m2forge.train.run_dir import CONFIG_FILE
 
 HOST = "127.0.0.1"
@@ -38,7 +40,8 @@ def require_cluster(config: RLConfig, runs: Path) -> None:
 
 def open_launchers(config: RLConfig, layout: Layout) -> tuple[Launcher, Launcher]:
     """The launcher of the trainer, which ends with the loop, and that of all other processes."""
-    own_names, other_names = [TRAINER], [name for name in _num_gpus(config) if name != TRAINER]
+    own_names = [TRAINER, *trainer_node_names(config)]
+    other_names = [name for name in _num_gpus(config) if name not in own_names]
     if not config.cluster.agent_hosts:
         # One launcher for all.
         own_names += other_names
@@ -63,7 +66,27 @@ def _plan(config: RLConfig, layout: Layout, names: list[str]) -> RayPlan | None:
 def _num_gpus(config: RLConfig) -> dict[str, int]:
     """The run's processes, and the GPUs that each reserves on a Ray cluster."""
     ray = config.cluster.ray
-    return {TRAINER: ray.trainer_gpus, SAMPLER: ray.sampler_gpus, GATEWAY: 0} | dict.fromkeys(host_names(config), 0)
+    trainer = dict.fromkeys((TRAINER, *trainer_node_names(config)), ray.trainer_gpus)
+    return trainer | {SAMPLER: ray.sampler_gpus, GATEWAY: 0} | dict.fromkeys(host_names(config), 0)
+
+
+def trainer_node_names(config: RLConfig) -> list[str]:
+    """The processes that run the trainer's ranks on other nodes than the first."""
+    return [f"{TRAINER_NODE}-{index}" for index in range(1, config.cluster.ray.trainer_nodes)]
+
+
+async def launch_trainer(
+    launcher: Launcher, config: RLConfig, layout: Layout, is_done: Callable[[], bool]
+) -> list[Launched]:
+    """The process that ends when the training does; then those of the trainer's other nodes."""
+    command, others = (MODULE, TRAINER, str(layout.run_dir)), trainer_node_names(config)
+    if not others:
+        return [await launcher.launch(Role(TRAINER, command), is_done)]
+    keys = (make_key(),)
+    roles = [Role(TRAINER, (*command, SOCKET), keys, (HOST, 0))]
+    for index, name in enumerate(others, start=1):
+        roles.append(Role(name, (MODULE, TRAINER_NODE, str(layout.run_dir), str(index)), keys))
+    return [await launcher.launch(role, is_done) for role in roles]
 
 
 @dataclass(frozen=True)

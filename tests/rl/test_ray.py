@@ -16,18 +16,22 @@ import pytest
 from m2forge import cli
 from m2forge.cluster.config import ClusterConfig, RayConfig
 from m2forge.cluster.launcher import Role
+from m2forge.cluster.process_record import RoleHistory, read_histories
 from m2forge.cluster.ray_launcher import RayLauncher, RayPlan
 from m2forge.config import build
 from m2forge.errors import ConfigError
 from m2forge.gateway.episodes.closed_journal import journal_ids
+from m2forge.observe.metrics import read_metrics
 from m2forge.rl.config import RLConfig
 from m2forge.rl.eval import read_results
+from m2forge.rl.layout import Layout
 from tests.pool.test_processes import check
 from tests.rl.ray_nodes import HEAD, NUM_CPUS, Nodes, ray_nodes
 from tests.rl.ring import command_of, processes_of, started
-from tests.rl.scene import make_config
+from tests.rl.scene import make_config, make_model
 from tests.rl.test_faults import judge
 from tests.rl.test_hosts import HOSTS, LIMIT_S, Scene, check_rewards, make_scene, pids_of
+from tests.rl.test_loop import make_run, trained_steps
 
 NUM_FAULTS = 50
 RESUME_S = 60.0
@@ -100,6 +104,40 @@ def test_roles_of_a_dead_node_move_and_nothing_is_lost(nodes: Nodes, tmp_path: P
         check_rewards(scene, set())
     assert [result.step for result in read_results(scene.layout.evaluations)] == [0, scene.config.num_steps]
     assert not journal_ids(scene.layout.journal), "what is recorded elsewhere is deleted"
+    nodes.add()
+
+
+def test_a_trainer_has_ranks_on_two_nodes_and_outlives_one(nodes: Nodes, tmp_path: Path) -> None:
+    cluster = {"launcher": "ray", "ray": {"address": nodes.address, "cpus": 0.5, "trainer_nodes": 2}}
+    config = make_run(make_model(tmp_path / "scene"), num_steps=2)
+    machine = {"num_threads": 1, "mesh": {"replicate": 2}}
+    changes = {"cluster": cluster, "train": {"checkpoint": {"every_steps": 1}, "machine": machine}}
+    values = (
+        config.model_dump(mode="json", exclude_unset=True, exclude_none=True) | changes | {"eval": {"num_tasks": 0}}
+    )
+    values["agent"]["kind"] = config.agent.kind
+    config, layout = build(RLConfig, values, origin="test"), Layout(tmp_path / "run")
+    log = tmp_path / "log"
+
+    def history(role: str) -> RoleHistory:
+        return next(found for found in read_histories(layout.processes) if found.name == role)
+
+    with started(command_of(config, tmp_path), log) as loop:
+        until_s = time.monotonic() + LIMIT_S
+        while (newest := layout.weight_store(config).newest()) is None or not newest[0].step:
+            assert loop.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < until_s, log.read_text()[-3000:]
+            time.sleep(0.1)
+        places = [history(role).node for role in ("trainer", "trainer-node-1")]
+        assert len({*places}) == 2
+        # The head stays: without it there is no cluster.
+        (role, *_) = (role for role, place in zip(("trainer", "trainer-node-1"), places, strict=True) if place != HEAD)
+        nodes.kill_raylet(history(role).node)
+        assert loop.wait(LIMIT_S) == 0, log.read_text()[-3000:]
+    wait_until_gone(layout.run_dir)
+    assert history("trainer").num_starts == 2
+    assert trained_steps(config, layout.run_dir) == sorted([1, 2] * config.curriculum.batch_groups)
+    assert [step.step for step in read_metrics(layout.run_dir / "metrics.jsonl")] == [1, 2]
     nodes.add()
 
 
