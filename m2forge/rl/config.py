@@ -213,11 +213,6 @@ class RLConfig(Config):
             raise ValueError(
                 "reward.shuffled: deployed agents' rewards are taken as they are posted; leave pool.admit_deployed out"
             )
-        if self.train.machine.mesh.context > 1:
-            context = self.train.machine.mesh.context
-            raise ValueError(
-                f"train.machine.mesh.context: RL deals whole trees to ranks, received {context}; leave it out"
-            )
         self._check_trainer_nodes()
         if self.train.lora is not None and self.weights.anchor_every > 1:
             raise ValueError(

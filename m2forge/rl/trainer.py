@@ -72,7 +72,7 @@ from m2forge.train.machine import (
     refuse_unfit_policy,
     set_up_model,
 )
-from m2forge.train.parallel import SINGLE_RANK, ProcessRanks, Ranks, public_share
+from m2forge.train.parallel import SINGLE_RANK, ProcessRanks, Ranks, context_group, public_share
 from m2forge.train.position import Position, read_position
 from m2forge.train.run_dir import CONFIG_FILE, hold_run
 from m2forge.tree.build import Problem
@@ -188,7 +188,9 @@ class Trainer:
             offload=machine.offload,
             router_bias=config.train.router_bias,
             walk=machine.walk_config,
+            context=context_group(machine.mesh, ranks) if isinstance(ranks, ProcessRanks) else None,
         )
+        self._num_sharing = machine.mesh.context
         self._saved: PolicyVersion | None = None
         """The version of a checkpoint that the pool does not know of yet."""
         self._cost = TokenCost(model.config, model.config.max_context)
@@ -375,12 +377,15 @@ class Trainer:
         return figures
 
     def _share(self, trees: Sequence[TokenTree], lr: float) -> Sequence[TokenTree]:
-        """Send the other ranks their trees of a step, so that all need about the same time; returns this rank's."""
+        """Send the other ranks their trees of a step, so that all need about the same time; returns this rank's. The
+        ranks of a context group share theirs."""
         if self.ranks.num_ranks == 1:
             return trees
-        dealt = deal([self._cost.tree_flops(tree) for tree in trees], self.ranks.num_ranks)
+        num_sharing = self._num_sharing
+        dealt = deal([self._cost.tree_flops(tree) for tree in trees], self.ranks.num_ranks // num_sharing)
         self.ranks.max_int(_STEP)
-        scatter([Order([encode_tree(trees[index]) for index in indices], lr) for indices in dealt], self.ranks)
+        orders = [Order([encode_tree(trees[index]) for index in indices], lr) for indices in dealt]
+        scatter([order for order in orders for _ in range(num_sharing)], self.ranks)
         return [trees[index] for index in dealt[0]]
 
     def _step(self, trees: Sequence[TokenTree], lr: float) -> Step:
@@ -395,7 +400,7 @@ class Trainer:
         if not report.is_empty:
             num_tokens = self.position.num_tokens + int(figures["tokens_computed"])
             self.position = replace(self.position, step=self.position.step + 1, num_tokens=num_tokens)
-        problems = [problem for part, _ in parts for problem in part]
+        problems = [problem for part, _ in parts[:: self._num_sharing] for problem in part]
         return Step(report.is_empty, figures, problems, dict(pair for _, part in parts for pair in part.items()))
 
     def _save(self, pool: Pool) -> None:

@@ -23,11 +23,6 @@ def test_the_gateway_takes_a_free_port_unless_one_is_given(tmp_path: Path) -> No
     assert make_config(tmp_path, gateway={"port": 8501}).gateway_port == 8501
 
 
-def test_ranks_that_share_packs_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"mesh.context: RL deals whole trees to ranks, received 2; leave it out"):
-        make_config(tmp_path, train={"machine": {"mesh": {"context": 2}}})
-
-
 def test_adapters_are_not_broadcast(tmp_path: Path) -> None:
     weights = {"sync": "collective"}
     assert make_config(tmp_path, weights=weights).weights.sync == "collective"

@@ -67,7 +67,7 @@ def largest_difference(one: Path, other: Path) -> float:
     return max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours)
 
 
-@pytest.mark.parametrize("mesh", [{"replicate": 2}, {"shard": 2, "expert": 2}])
+@pytest.mark.parametrize("mesh", [{"replicate": 2}, {"shard": 2, "expert": 2}, {"context": 2}])
 def test_two_ranks_train_as_one_process_does_and_resume(model: Path, tmp_path: Path, mesh: dict[str, int]) -> None:
     alone = make_config(model, num_steps=3, train=on_mesh(model).train.model_dump())
     fill(alone, tmp_path / "one")
@@ -84,7 +84,7 @@ def test_two_ranks_train_as_one_process_does_and_resume(model: Path, tmp_path: P
     assert [step.step for step in found] == [1, 2, 3]
     for ours, theirs in zip(found, expected, strict=True):
         # Float32, in other sums.
-        names = ("loss", "tokens_computed", "num_units", "reward", "grad_norm")
+        names = ("loss", "tokens_computed", "num_edges", "num_units", "reward", "grad_norm")
         assert [ours.values[name] for name in names] == pytest.approx([theirs.values[name] for name in names], rel=1e-4)
     assert largest_difference(Layout(run_dir).model, Layout(tmp_path / "one").model) < 1e-5
     newest = Layout(run_dir).weight_store(config).newest()
