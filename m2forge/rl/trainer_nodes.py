@@ -45,7 +45,7 @@ class Nodes:
 
     num_nodes: int
     num_ranks: int
-    """Of each machine."""
+    """On each machine."""
     command: Sequence[str]
     log_folder: Path
 
