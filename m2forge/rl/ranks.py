@@ -61,7 +61,7 @@ class Share:
     num_all: int | None = None
     """On all machines; None: there is no other."""
     address: str = LOOPBACK
-    """Of this machine's interface to the others."""
+    """This machine's address for the others."""
     master: tuple[str, int] | None = None
     """Where rank 0 listens; None: on any free port of `address`."""
 
