@@ -185,10 +185,14 @@ def run_gateway(run_dir: Path, descriptor: str) -> None:
 
 def run_host(run_dir: Path, name: str) -> None:
     (key,) = read_keys(1)
+    config, layout = load_resolved(RLConfig, run_dir / CONFIG_FILE), Layout(run_dir)
     with importing():
         from m2forge.rl import host
+        from m2forge.sandbox.shared_images import share_images
 
-    host.run_host(Layout(run_dir), load_resolved(RLConfig, run_dir / CONFIG_FILE), name, key)
+    if config.cluster.launcher == "ray":
+        share_images(layout.images)
+    host.run_host(layout, config, name, key)
 
 
 def read_keys(num_keys: int) -> list[str]:

@@ -12,6 +12,7 @@
                 agents/             folders of agent workers
                 workspaces/         workspace and home of each attempt in flight, with agent hosts in a folder per host
                 sandboxes.json      numbers of the attempts' sandboxes, about every second
+                images/             on a Ray cluster: images of sandboxes, for all nodes (sandbox/shared_images.py)
                 log/                output of the processes
                 processes/          URL, starts and ends of each process (cluster/process_record.py); counts of agent
                                     hosts
@@ -91,6 +92,10 @@ class Layout:
     @property
     def processes(self) -> Path:
         return self.run_dir / RECORD_FOLDER
+
+    @property
+    def images(self) -> Path:
+        return self.run_dir / "images"
 
     @property
     def log(self) -> Path:

@@ -15,6 +15,12 @@ from m2forge.rl.child_main import MODULE
 from m2forge.rl.config import RLConfig
 from m2forge.rl.host import host_names
 from m2forge.rl.layout import GATEWAY, SAMPLER, SQLITE, TRAINER, TRAINER_NODE, Layout
+from m2forge.sandbox.image import HOST as HOST_IMAGE
+from m2forge.sandbox.image import ImageStore
+from m2forge.sandbox.shared_images import share_images
+from m2forge.tasks.folders.folder import find_folders
+from m2forge.tasks.folders.task_image import base_names
+from m2forge.tasks.source import SourceKind, parse_source
 from m2forge.train.run_dir import CONFIG_FILE
 
 HOST = "127.0.0.1"
@@ -51,6 +57,8 @@ def open_launchers(config: RLConfig, layout: Layout) -> tuple[Launcher, Launcher
     )
     if not config.cluster.agent_hosts:
         return own, own
+    if config.cluster.launcher == "ray":
+        share_run_images(config, layout)
     mark = fingerprint((layout.run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
     kept_plan = _plan(config, layout, other_names)
     return own, KeptLauncher(layout.run_dir, mark, config.cluster.outlive_s, kept_plan)
@@ -73,6 +81,20 @@ def _num_gpus(config: RLConfig) -> dict[str, int]:
 def trainer_node_names(config: RLConfig) -> list[str]:
     """The processes that run the trainer's ranks on other nodes than the first."""
     return [f"{TRAINER_NODE}-{index}" for index in range(1, config.cluster.ray.trainer_nodes)]
+
+
+def share_run_images(config: RLConfig, layout: Layout) -> None:
+    """Put the images that attempts name into the run's folder, so that they are the same on all nodes, and have this
+    process use them there. Images that are built for task folders follow when they are used."""
+    share_images(layout.images)
+    sandbox, store = config.agent.sandbox, ImageStore()
+    names = {sandbox.image, *sandbox.layers, config.verify.base_image or HOST_IMAGE}
+    for source in map(parse_source, config.curriculum.family_keys):
+        if source.kind is SourceKind.FOLDERS:
+            names = names.union(*map(base_names, find_folders(Path(source.target))))
+    for name in sorted(names):
+        if store.has(name):
+            store.find(name)
 
 
 async def launch_trainer(

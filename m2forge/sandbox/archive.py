@@ -65,28 +65,29 @@ _FirstNames = dict[tuple[int, int], bytes]
 """The name of each file that has several, by device and inode."""
 
 
-def write_tree(source: Path, write: Write) -> None:
-    """Write the entries below a folder, or one file under its own name. Sockets, pipes and devices are left out."""
+def write_tree(source: Path, write: Write, id_base: int = 0) -> None:
+    """Write the entries below a folder, or one file under its own name. Sockets, pipes and devices are left out.
+    `id_base`: what was added to the owners' ids."""
     if not source.is_dir():
-        _write_one(source, source.name.encode(errors="surrogateescape"), write, {})
+        _write_one(source, source.name.encode(errors="surrogateescape"), write, {}, id_base)
     else:
-        _write_folder(source, b"", write, {})
+        _write_folder(source, b"", write, {}, id_base)
     write(END)
 
 
-def _write_folder(folder: Path, prefix: bytes, write: Write, first: _FirstNames) -> None:
+def _write_folder(folder: Path, prefix: bytes, write: Write, first: _FirstNames, id_base: int) -> None:
     for name in sorted(os.listdir(folder)):  # noqa: PTH208 (names, sorted so that a digest is reproducible)
         path = folder / name
         full = prefix + name.encode(errors="surrogateescape")
-        _write_one(path, full, write, first)
+        _write_one(path, full, write, first, id_base)
         if path.is_dir() and not path.is_symlink():
-            _write_folder(path, full + b"/", write, first)
+            _write_folder(path, full + b"/", write, first, id_base)
 
 
-def _write_one(path: Path, name: bytes, write: Write, first: _FirstNames) -> None:
+def _write_one(path: Path, name: bytes, write: Write, first: _FirstNames, id_base: int) -> None:
     status = path.lstat()
     mode, mtime_ns = stat.S_IMODE(status.st_mode), status.st_mtime_ns
-    owner = (status.st_uid, status.st_gid)
+    owner = (max(0, status.st_uid - id_base), max(0, status.st_gid - id_base))
     if stat.S_ISLNK(status.st_mode):
         target = os.fsencode(os.readlink(path))  # noqa: PTH115 (a Path would normalise the text)
         write(Entry("l", name, mode, *owner, mtime_ns, link=target).pack())

@@ -25,14 +25,17 @@ import tempfile
 import time
 import zlib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, unquote
 
 from m2forge.compiled import cache_folder
 from m2forge.errors import DataError, NotFoundError, suggest
 from m2forge.files import write_atomic
+from m2forge.records import JsonValue
 from m2forge.sandbox.archive import Entry, TreeWriter, read_entries, write_tree
+from m2forge.sandbox.shared_images import SharedImages, shared_images
 
 HOST = "host"
 DIGEST = "sha256:"
@@ -104,6 +107,8 @@ def id_base() -> int:
 @dataclass(frozen=True)
 class ImageStore:
     folder: Path = field(default_factory=lambda: cache_folder() / "images")
+    shared: SharedImages | None = field(default_factory=shared_images)
+    """What names mean to all machines that share it."""
 
     @property
     def _layers(self) -> Path:
@@ -144,6 +149,8 @@ class ImageStore:
 
     def find(self, reference: str) -> StoredImage:
         """The image of a name or digest."""
+        if self.shared is not None and self.has(reference):
+            return self._find_shared(self.shared, reference)
         if self.has(reference):
             return self._read(self._path(reference))
         images = self.images()
@@ -156,6 +163,21 @@ class ImageStore:
             f"image: there is no {reference!r}; {suggest(reference, [HOST, *(image.name for image in images)])}; "
             "`m2forge image build NAME SOURCE` adds one"
         )
+
+    def _find_shared(self, shared: SharedImages, name: str) -> StoredImage:
+        """What a name means to all machines. The first one that uses it decides that."""
+        if not shared.has(name):
+            own = self._read(self._path(name))
+            shared.put(name, _record(own), self.layers(own), id_base())
+        image = _parse(name, shared.read(name) or {}, shared.folder)
+        missing = [digest for digest in image.digests if not (self._layers / digest).is_dir()]
+        if missing:
+            for digest in missing:
+                self._add_layer(digest, shared.entries(digest), 1 << 62)
+            with self._locked(fcntl.LOCK_SH):
+                # A name of its own, so that `remove` finds the layers: this machine may mean another image by the name.
+                self._name(replace(image, name=f"{name}@{DIGEST}{image.digest[:12]}"))
+        return image
 
     def _held(self, digest: str) -> Path:
         layer = self._layers / digest
@@ -222,15 +244,14 @@ class ImageStore:
             yield
 
     def _name(self, image: StoredImage) -> StoredImage:
-        record = {"layers": list(image.digests), "source": image.source, "created_s": image.created_s}
-        write_atomic(self._path(image.name), json.dumps(record | {"env": dict(image.env)}, indent=2))
+        write_atomic(self._path(image.name), json.dumps(_record(image), indent=2))
         return image
 
     def _path(self, name: str) -> Path:
         return self._names / f"{quote(name, safe='')}.json"
 
     def has(self, name: str) -> bool:
-        return self._path(name).is_file()
+        return self._path(name).is_file() or (self.shared is not None and self.shared.has(name))
 
     def digest(self, reference: str) -> str:
         """What identifies the files of a name in the store; anything else identifies itself."""
@@ -242,10 +263,9 @@ class ImageStore:
     def _read(self, path: Path) -> StoredImage:
         try:
             record = json.loads(path.read_text())
-            facts = (record["source"], record["created_s"], tuple(record["env"].items()))
-            return StoredImage(unquote(path.stem), tuple(record["layers"]), *facts)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except ValueError as error:
             raise DataError(f"{path}: not the record of an image ({error}); remove the file") from error
+        return _parse(unquote(path.stem), record, path)
 
     def remove(self, reference: str) -> StoredImage:
         """Remove an image, and its layers that no other image has."""
@@ -354,6 +374,19 @@ class ImageStore:
                 yield folder
             finally:
                 remove_tree(folder)
+
+
+def _record(image: StoredImage) -> dict[str, JsonValue]:
+    record: dict[str, JsonValue] = {"layers": list(image.digests), "source": image.source, "created_s": image.created_s}
+    return record | {"env": dict(image.env)}
+
+
+def _parse(name: str, record: Any, path: Path) -> StoredImage:
+    try:
+        facts = (record["source"], record["created_s"], tuple(record["env"].items()))
+        return StoredImage(name, tuple(record["layers"]), *facts)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: not the record of the image {name} ({error}); remove the file") from error
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import logging
+import shutil
 import socket
 from pathlib import Path
 
@@ -19,11 +20,14 @@ from m2forge.rl.child_main import run_gateway
 from m2forge.rl.config import RLConfig
 from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.rl.layout import Layout
-from m2forge.rl.servers import Servers, make_servers
+from m2forge.rl.servers import Servers, make_servers, share_run_images
+from m2forge.sandbox.image import ImageStore
+from m2forge.sandbox.shared_images import VARIABLE, SharedImages
 from m2forge.tasks.agent import Chain
+from m2forge.tasks.folders.task_image import read_dockerfile
 from m2forge.text.format import ChatFormat
 from m2forge.train.run_dir import CONFIG_FILE
-from tests.rl.ring import processes_of, running
+from tests.rl.ring import ROOT, processes_of, running
 from tests.rl.scene import make_config, make_model
 from tests.text.own_template import R1, tokenizer_of
 
@@ -117,3 +121,31 @@ def test_the_gateway_of_a_run_repeats_no_warning(
         run_gateway(tmp_path, str(socket.create_server(("127.0.0.1", 0)).detach()))
     assert [format.name for format in served] == ["template"]
     assert not caplog.records
+
+
+def test_all_nodes_have_the_images_that_attempts_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = tmp_path / "tasks"
+    shutil.copytree(ROOT / "examples" / "folders" / "merge-spans", folders / "merge-spans")
+    base = read_dockerfile(folders / "merge-spans" / "environment" / "Dockerfile").base.partition("@")[0]
+    domain = {"ratio": 1.0, "context": 2048, "families": [{"source": f"folders:{folders}"}]}
+    curriculum = {"batch_groups": 2, "stages": [{"name": "only", "domains": {"coding": domain}}]}
+    agent = {"kind": "command", "command": ["agent"], "sandbox": {"backend": "namespace", "image": "tools"}}
+    cluster = {"launcher": "ray", "agent_hosts": 1}
+    config = make_config(tmp_path / "model", curriculum=curriculum, agent=agent, cluster=cluster)
+    layout = Layout(tmp_path / "run")
+    # So that it is undone.
+    monkeypatch.setenv(VARIABLE, "")
+    for machine, text in (("here", "one"), ("there", "two")):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / machine))
+        for name in ("tools", base, "unused"):
+            files = tmp_path / machine / name.replace(":", "-")
+            files.mkdir(parents=True)
+            (files / "word").write_text(f"{name} {text}")
+            ImageStore().build(name, [str(files)])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "here"))
+    monkeypatch.delenv(VARIABLE)
+    share_run_images(config, layout)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "there"))
+    words = {name: (ImageStore().resolve(name).layers[0] / "word").read_text() for name in ("tools", base)}
+    assert words == {"tools": "tools one", base: f"{base} one"}
+    assert SharedImages(layout.images).names == sorted(["tools", base])

@@ -11,9 +11,11 @@ import pytest
 
 from m2forge import cli
 from m2forge.errors import DataError, NotFoundError
+from m2forge.records import JsonValue
 from m2forge.sandbox import image
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.sandbox.image import ImageStore
+from m2forge.sandbox.shared_images import SharedImages
 from tests.sandbox.places import require, shell
 
 
@@ -227,3 +229,69 @@ def test_the_image_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setenv("PATH", os.devnull)
     assert cli.main(["image", "build", "mine", str(tmp_path / "folder")]) == 2
     assert "install podman" in capsys.readouterr().err
+
+
+def make_folder(path: Path, text: str) -> str:
+    (path / "etc").mkdir(parents=True)
+    (path / "etc" / "word").write_text(text)
+    (path / "etc" / "link").symlink_to("word")
+    if os.geteuid() == 0:
+        os.chown(path / "etc" / "word", 77, 78)
+    return str(path)
+
+
+def test_a_shared_name_means_the_same_files_on_all_machines(tmp_path: Path) -> None:
+    shared = SharedImages(tmp_path / "shared")
+    here, there = (ImageStore(tmp_path / name, shared) for name in ("here", "there"))
+    here.build("base", [make_folder(tmp_path / "one", "one")])
+    there.build("base", [make_folder(tmp_path / "two", "two")])
+    (first,), (second,) = (store.resolve("base").layers for store in (here, there))
+    assert (first.parent, second.parent) == (tmp_path / "here" / "layers", tmp_path / "there" / "layers")
+    assert first.name == second.name
+    words = [layer / "etc" / "word" for layer in (first, second)]
+    assert [word.read_text() for word in words] == ["one", "one"]
+    assert words[0].stat().st_uid == words[1].stat().st_uid
+    assert (second / "etc" / "link").readlink() == Path("word")
+    # Alone, the other machine still means its own image, and can remove what it has fetched.
+    alone = ImageStore(tmp_path / "there", None)
+    assert (alone.resolve("base").layers[0] / "etc" / "word").read_text() == "two"
+    (fetched,) = (image.name for image in alone.images() if image.name != "base")
+    assert fetched.startswith("base@sha256:")
+    assert not there.has("other")
+
+
+def test_a_name_that_another_machine_built_is_not_built_again(tmp_path: Path) -> None:
+    shared = SharedImages(tmp_path / "shared")
+    here, there = (ImageStore(tmp_path / name, shared) for name in ("here", "there"))
+    layer = tmp_path / "layer"
+    make_folder(layer, "built")
+    here.store_layers("task-1", [layer], "test")
+    assert not there.has("task-1")
+    assert here.resolve("task-1").layers[0].is_dir()
+    assert there.has("task-1")
+    assert (there.resolve("task-1").layers[0] / "etc" / "word").read_text() == "built"
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut"])
+def test_a_damaged_shared_layer_is_refused_whole(tmp_path: Path, damage: str) -> None:
+    shared = SharedImages(tmp_path / "shared")
+    here, there = (ImageStore(tmp_path / name, shared) for name in ("here", "there"))
+    here.build("base", [make_folder(tmp_path / "one", "one")])
+    here.resolve("base")
+    (path,) = (tmp_path / "shared" / "layers").iterdir()
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"one", b"two") if damage == "changed" else data[:-40])
+    with pytest.raises(DataError, match="not those of its digest" if damage == "changed" else "broke off"):
+        there.resolve("base")
+    assert not list((tmp_path / "there" / "layers").iterdir())
+
+
+def test_the_first_of_two_machines_decides(tmp_path: Path) -> None:
+    shared = SharedImages(tmp_path / "shared")
+    for name in ("one", "two"):
+        store = ImageStore(tmp_path / name / "images", None)
+        store.build("base", [make_folder(tmp_path / name / "files", name)])
+        record: dict[str, JsonValue] = {"layers": [store.find("base").digest], "source": name, "created_s": 0.0, "env": {}}
+        shared.put("base", record, store.resolve("base").layers, image.id_base())
+    assert shared.names == ["base"]
+    assert (shared.read("base") or {})["source"] == "one"

@@ -17,6 +17,7 @@ may hold the solution.
 """
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -38,6 +39,7 @@ from m2forge.sandbox.config import SandboxConfig
 from m2forge.sandbox.image import HOST, Image, ImageStore, StoredImage, remove_tree, shifts_ids
 from m2forge.sandbox.namespace import NamespaceSandbox, run_folder
 from m2forge.tasks.folders.artifact import own_layer
+from m2forge.tasks.folders.folder import CONFIG_NAME
 
 ROOT = "0:0"
 _MAX_LINKS = 100
@@ -65,6 +67,7 @@ rm -f "$folder/objects/info/alternates"
 git prune --expire=now
 """
 IGNORED = ("CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "HEALTHCHECK", "STOPSIGNAL", "VOLUME", "ONBUILD")
+_IMAGE_KEY = re.compile(r"""^\s*docker_image\s*=\s*["'](.+?)["']""", re.MULTILINE)
 _VARIABLE = re.compile(r"\\\$|\$\{(\w+)(?::([-+])([^}]*))?\}|\$(\w+)")
 
 
@@ -330,6 +333,19 @@ def built_names(folder: Path) -> set[str]:
     over = [(context, base) for context in (None, *contexts) for base in bases]
     over += [(None, base) for base in by_podman]
     return {*by_podman, *(f"task-{_digest(context, base, store)}" for context, base in over)}
+
+
+def base_names(folder: Path) -> set[str]:
+    """The images that the environments of a task folder are, or are built on."""
+    names = set(_IMAGE_KEY.findall(_text(folder / CONFIG_NAME)))
+    for path in folder.rglob("Dockerfile"):
+        with contextlib.suppress(DataError):  # podman builds it
+            names.add(read_dockerfile(path).base)
+    return names | {name.partition("@")[0] for name in names}
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
 def _known(store: ImageStore, name: str, base_image: str | None) -> str:
