@@ -291,7 +291,12 @@ def test_the_first_of_two_machines_decides(tmp_path: Path) -> None:
     for name in ("one", "two"):
         store = ImageStore(tmp_path / name / "images", None)
         store.build("base", [make_folder(tmp_path / name / "files", name)])
-        record: dict[str, JsonValue] = {"layers": [store.find("base").digest], "source": name, "created_s": 0.0, "env": {}}
+        record: dict[str, JsonValue] = {
+            "layers": [store.find("base").digest],
+            "source": name,
+            "created_s": 0.0,
+            "env": {},
+        }
         shared.put("base", record, store.resolve("base").layers, image.id_base())
     assert shared.names == ["base"]
     assert (shared.read("base") or {})["source"] == "one"
