@@ -44,7 +44,7 @@ from typing import cast
 from m2forge.config import ConfigT, build
 from m2forge.errors import NotFoundError
 from m2forge.gateway.config import Budget, SamplingConfig
-from m2forge.gateway.dialects.types import AskError, Fields, read_object, refuse_value
+from m2forge.gateway.dialects.types import BadRequestError, Fields, read_object, refuse_value
 from m2forge.gateway.episodes.episode import Episode, RecordedCall
 from m2forge.gateway.episodes.journal import Rewarded
 from m2forge.gateway.episodes.registry import Episodes
@@ -292,7 +292,7 @@ def _call(episode: Episode, fields: Fields) -> int | None:
         return fields.integer("call", 0, MAX_INT32)
     request = episode.requests.named(call_name)
     if request is None:
-        raise AskError("call: no answer of this episode has that id", "call")
+        raise BadRequestError("call: no answer of this episode has that id", "call")
     choice = fields.integer("choice", 0, request.num_samples - 1)
     if choice is None and request.num_samples > 1:
         refuse_value("choice", f"0 to {request.num_samples - 1}, since the answer has several", None)

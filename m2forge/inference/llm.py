@@ -34,7 +34,7 @@ from m2forge.config import TomlValue, build
 from m2forge.errors import ConfigError, EngineError, RequestError
 from m2forge.gateway.calls.sample import SampleReader
 from m2forge.gateway.dialects.openai.chat import CHAT
-from m2forge.gateway.dialects.types import Answer, Ask, Ending, offered
+from m2forge.gateway.dialects.types import CompletionOutput, CompletionRequest, Ending, offered
 from m2forge.inference.config import LLMConfig, SamplingParams
 from m2forge.inference.model import open_model
 from m2forge.loop_thread import LoopThread
@@ -107,9 +107,9 @@ class Output:
         return self.text
 
 
-def make_sample(chunks: Sequence[Chunk], answer: Answer, *, is_chat: bool) -> Sample:
-    """`chunks`: all of one completion; `answer`: the same, parsed."""
-    whole, completion = merge_chunks(chunks), answer.completion
+def make_sample(chunks: Sequence[Chunk], parsed: CompletionOutput, *, is_chat: bool) -> Sample:
+    """`chunks`: all of one completion; `parsed`: the same, parsed."""
+    whole, completion = merge_chunks(chunks), parsed.completion
     assert whole.finish_reason is not None
     return Sample(
         text=completion.content,
@@ -117,7 +117,7 @@ def make_sample(chunks: Sequence[Chunk], answer: Answer, *, is_chat: bool) -> Sa
         logprobs=tuple(whole.logprobs.tolist()),
         raw_logprobs=tuple(whole.raw_logprobs.tolist()),
         finish_reason=whole.finish_reason,
-        stop_text=answer.stop_text if answer.ending is Ending.STOP_TEXT else None,
+        stop_text=parsed.stop_text if parsed.ending is Ending.STOP_TEXT else None,
         message=completion.message() if is_chat else None,
         problems=completion.problems,
     )
@@ -140,7 +140,7 @@ _CALL_PREFIX = "call_"
 class _Plan:
     """A request, and what the engine samples for it."""
 
-    ask: Ask
+    request: CompletionRequest
     prompt: Prompt
 
 
@@ -211,12 +211,12 @@ class LLM:
         sampling = _sampling(params, options)
         _require_sequence("prompts", prompts, "a text, a list of token ids, or a list of those")
         if _is_raw(prompts):
-            return self._complete([self._plan(_raw_ask(prompts, sampling))])[0]
-        return self._complete([self._plan(_raw_ask(one, sampling)) for one in cast("Sequence[RawPrompt]", prompts)])
+            return self._complete([self._plan(_raw_request(prompts, sampling))])[0]
+        return self._complete([self._plan(_raw_request(one, sampling)) for one in cast("Sequence[RawPrompt]", prompts)])
 
     def stream_generate(self, prompt: RawPrompt, params: SamplingParams | None = None, **options: Value) -> "Stream":
         """Continue one prompt; the events are pieces of text (`ContentDelta`)."""
-        return Stream(self, self._plan(_raw_ask(prompt, _single(_sampling(params, options)))))
+        return Stream(self, self._plan(_raw_request(prompt, _single(_sampling(params, options)))))
 
     # -- conversations -------------------------------------------------------------------------------------------------
 
@@ -253,9 +253,9 @@ class LLM:
         sampling = _sampling(params, options)
         _require_sequence("messages", messages, "a text, a list of messages, or a list of those")
         if _is_conversation(messages):
-            return self._complete([self._plan(_chat_ask(messages, tools, sampling))])[0]
+            return self._complete([self._plan(_chat_request(messages, tools, sampling))])[0]
         conversations = cast("Sequence[Conversation]", messages)
-        return self._complete([self._plan(_chat_ask(one, tools, sampling)) for one in conversations])
+        return self._complete([self._plan(_chat_request(one, tools, sampling)) for one in conversations])
 
     def stream_chat(
         self,
@@ -267,16 +267,16 @@ class LLM:
     ) -> "Stream":
         """Answer one conversation; the events are pieces of thinking and content, and tool calls."""
         sampling = _single(_sampling(params, options))
-        return Stream(self, self._plan(_chat_ask(messages, tools, sampling)))
+        return Stream(self, self._plan(_chat_request(messages, tools, sampling)))
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def _plan(self, ask: Ask) -> _Plan:
+    def _plan(self, request: CompletionRequest) -> _Plan:
         """Tokenize a request. Requests of a batch are all checked before the first is sampled."""
-        if ask.prompt is None:
-            ids: Sequence[int] = self._format.render(ask.messages, offered(ask), generation=True).ids
+        if request.prompt is None:
+            ids: Sequence[int] = self._format.render(request.messages, offered(request), generation=True).ids
         else:
-            ids = self.tokenizer.encode(ask.prompt) if isinstance(ask.prompt, str) else ask.prompt
+            ids = self.tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else request.prompt
         room = self._context - len(ids)
         if room < 1:
             raise RequestError(
@@ -285,14 +285,14 @@ class LLM:
             )
         prompt = Prompt(
             np.array(ids, np.int32),
-            min(ask.max_tokens or room, room),
-            sampling=ask.sampling,
-            stop_ids=self._format.stop_ids if ask.prompt is None else self._raw_stop_ids,
-            stop_texts=ask.stop_texts,
-            seed=ask.seed,
-            num_samples=ask.num_samples,
+            min(request.max_tokens or room, room),
+            sampling=request.sampling,
+            stop_ids=self._format.stop_ids if request.prompt is None else self._raw_stop_ids,
+            stop_texts=request.stop_texts,
+            seed=request.seed,
+            num_samples=request.num_samples,
         )
-        return _Plan(ask, prompt)
+        return _Plan(request, prompt)
 
     def _complete(self, plans: Sequence[_Plan]) -> list[Output]:
         self._shut.refuse_closed()
@@ -394,8 +394,8 @@ async def _complete(
     engine: NativeEngine, format: ChatFormat, plan: _Plan, emit: Callable[[Event], None] | None = None
 ) -> Output:
     """Sample one request. `emit` gets the events as soon as they are known; without it they are parsed at the end."""
-    ask, prompt = plan.ask, plan.prompt
-    readers = [SampleReader(ask, format, prompt.stop_ids, _CALL_PREFIX) for _ in range(prompt.num_samples)]
+    request, prompt = plan.request, plan.prompt
+    readers = [SampleReader(request, format, prompt.stop_ids, _CALL_PREFIX) for _ in range(prompt.num_samples)]
     chunks: list[list[Chunk]] = [[] for _ in readers]
     async with contextlib.aclosing(engine.generate(prompt)) as stream:
         async for chunk in stream:
@@ -407,8 +407,8 @@ async def _complete(
     for found, reader in zip(chunks, readers, strict=True):
         if emit is None:
             _read(reader, found)
-        assert reader.answer is not None, "an engine ends every completion"
-        samples.append(make_sample(found, reader.answer, is_chat=ask.prompt is None))
+        assert reader.output is not None, "an engine ends every completion"
+        samples.append(make_sample(found, reader.output, is_chat=request.prompt is None))
     num_cached = max(chunk.num_cached for found in chunks for chunk in found)
     return Output(tuple(prompt.ids.tolist()), num_cached, tuple(samples))
 
@@ -453,13 +453,13 @@ def _is_conversation(messages: Conversation | Sequence[Conversation]) -> TypeGua
     return isinstance(messages, str) or (bool(messages) and isinstance(messages[0], Message | Mapping))
 
 
-def _raw_ask(prompt: RawPrompt, params: SamplingParams) -> Ask:
+def _raw_request(prompt: RawPrompt, params: SamplingParams) -> CompletionRequest:
     if not isinstance(prompt, str) and not all(type(id) is int and id >= 0 for id in prompt):
         raise RequestError(f"prompt: expected a text or a list of token ids, received {prompt!r:.80}")
-    return _with(Ask(messages=(), prompt=prompt if isinstance(prompt, str) else tuple(prompt)), params)
+    return _with(CompletionRequest(messages=(), prompt=prompt if isinstance(prompt, str) else tuple(prompt)), params)
 
 
-def _chat_ask(messages: Conversation, tools: Sequence[ChatTool], params: SamplingParams) -> Ask:
+def _chat_request(messages: Conversation, tools: Sequence[ChatTool], params: SamplingParams) -> CompletionRequest:
     """Read by the reader of /v1/chat/completions, so that both give the model the same tokens."""
     if isinstance(messages, str):
         messages = [Message("user", messages)]
@@ -471,9 +471,9 @@ def _chat_ask(messages: Conversation, tools: Sequence[ChatTool], params: Samplin
     return _with(CHAT.read(body), params)
 
 
-def _with(ask: Ask, params: SamplingParams) -> Ask:
+def _with(request: CompletionRequest, params: SamplingParams) -> CompletionRequest:
     return replace(
-        ask,
+        request,
         max_tokens=params.max_tokens,
         sampling=params.record(),
         stop_texts=params.stop,

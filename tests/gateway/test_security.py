@@ -194,7 +194,7 @@ def texts_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize("place", ["read", "answer", "stream", "piece", "end_sample", "generate", "parser"])
+@pytest.mark.parametrize("place", ["read", "response", "stream", "piece", "end_sample", "generate", "parser"])
 def test_an_internal_failure_is_logged_without_prompt_text(
     place: str, is_streamed: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,7 +211,7 @@ def test_an_internal_failure_is_logged_without_prompt_text(
             patch.setattr(owners.get(place, OpenAIChat), "take" if place == "parser" else place, fail)
             response = post(gateway, key, body)
         is_reached = (
-            is_streamed != (place == "answer") if place in ("answer", "stream", "piece", "end_sample") else True
+            is_streamed != (place == "response") if place in ("response", "stream", "piece", "end_sample") else True
         )
         assert secret not in response.text
         assert ("ZeroDivisionError" in "\n".join(texts_of(caplog))) == is_reached

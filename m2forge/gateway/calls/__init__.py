@@ -1,4 +1,4 @@
-"""Answers one completion request.
+"""Serves one completion request.
 
 In reading order: calls, body (with body_worker), generation, sample.
 """

@@ -1,4 +1,4 @@
-"""The body of a completion request: bytes in, an `Ask` out, without blocking the event loop.
+"""The body of a completion request: bytes in, a `CompletionRequest` out, without blocking the event loop.
 
     small body        read inline
     long body         read inline, in its turn (`LoopShare`)
@@ -43,7 +43,15 @@ from m2forge.gateway.dialects.anthropic.messages import MESSAGES
 from m2forge.gateway.dialects.openai.chat import CHAT
 from m2forge.gateway.dialects.openai.completions import COMPLETIONS
 from m2forge.gateway.dialects.openai.responses import RESPONSES
-from m2forge.gateway.dialects.types import READ_DEFAULTS, Ask, AskError, Dialect, ReadOptions, UnknownItemError, offered
+from m2forge.gateway.dialects.types import (
+    READ_DEFAULTS,
+    BadRequestError,
+    CompletionRequest,
+    Dialect,
+    ReadOptions,
+    UnknownItemError,
+    offered,
+)
 from m2forge.gateway.history.turn import keeps_thinking
 from m2forge.gateway.http.limits import HTTPError, parse_body
 from m2forge.records import JsonValue
@@ -92,7 +100,7 @@ _log = logging.getLogger(__name__)
 # -- refusing what cannot fit -----------------------------------------------------------------------------------------
 
 
-class PromptTooLongError(AskError):
+class PromptTooLongError(BadRequestError):
     """The prompt is longer than the context; `body.too_long` converts it to the vendor's error."""
 
     def __init__(self, num_tokens: int, context: int, field: str) -> None:
@@ -120,55 +128,55 @@ class PromptSizes:
             max_items = max(LEAST_MAX_ITEMS, context // min((cost for cost in overhead.values() if cost), default=1))
         return cls(format.tokenizer, context, max_items, keeps_thinking(format), overhead)
 
-    def check_counts(self, ask: Ask) -> None:
-        """Raises AskError for more messages than the context holds, or more items than one request may have."""
+    def check_counts(self, request: CompletionRequest) -> None:
+        """Raises BadRequestError for more messages than the context holds, or more items than one request may have."""
         num_tokens = 0
         # Most conversations fit even if every message cost the maximum: for those, roles need not be checked.
-        if len(ask.messages) * max(self.overhead.values()) > self.context:
-            num_tokens = sum(self.overhead[message.role] for message in ask.messages)
-        if isinstance(ask.prompt, tuple):
-            num_tokens = len(ask.prompt)
+        if len(request.messages) * max(self.overhead.values()) > self.context:
+            num_tokens = sum(self.overhead[message.role] for message in request.messages)
+        if isinstance(request.prompt, tuple):
+            num_tokens = len(request.prompt)
         if num_tokens > self.context:
-            raise self._too_long(ask, num_tokens)
-        tools = offered(ask)
-        num_items = len(ask.messages) + len(tools) + sum(map(len, map(_calls_of, ask.messages)))
+            raise self._too_long(request, num_tokens)
+        tools = offered(request)
+        num_items = len(request.messages) + len(tools) + sum(map(len, map(_calls_of, request.messages)))
         if num_items > self.max_items:
-            raise AskError(
+            raise BadRequestError(
                 f"the request has {num_items} messages, tools and calls, expected at most {self.max_items}; send "
                 "fewer, or raise gateway.max_items",
                 "messages" if len(tools) < self.max_items else "tools",
             )
 
-    def needs_count(self, ask: Ask, num_body_bytes: int) -> bool:
+    def needs_count(self, request: CompletionRequest, num_body_bytes: int) -> bool:
         """Return whether the bytes of the text probably exceed the context."""
         most_bytes = _PLAIN_BYTES * self.context
-        return num_body_bytes > most_bytes and sum(len(text.encode()) for text in self._texts(ask)) > most_bytes
+        return num_body_bytes > most_bytes and sum(len(text.encode()) for text in self._texts(request)) > most_bytes
 
-    def check_text(self, ask: Ask) -> None:
-        """Raises AskError if the text is longer than the context."""
+    def check_text(self, request: CompletionRequest) -> None:
+        """Raises BadRequestError if the text is longer than the context."""
         num_tokens = 0
-        for text in self._texts(ask):
+        for text in self._texts(request):
             for start in range(0, len(text), _PIECE_CHARS):
                 piece = text[start : start + _PIECE_CHARS]
                 # Each token has at least one byte, so a short text has no more tokens than the seam.
                 if len(piece) * 4 > _SEAM:
                     num_tokens += max(0, len(self.tokenizer.encode(piece)) - _SEAM)
                 if num_tokens > self.context:
-                    raise self._too_long(ask, num_tokens)
+                    raise self._too_long(request, num_tokens)
 
-    def _too_long(self, ask: Ask, num_tokens: int) -> "PromptTooLongError":
-        return PromptTooLongError(num_tokens, self.context, "messages" if ask.prompt is None else "prompt")
+    def _too_long(self, request: CompletionRequest, num_tokens: int) -> "PromptTooLongError":
+        return PromptTooLongError(num_tokens, self.context, "messages" if request.prompt is None else "prompt")
 
-    def _texts(self, ask: Ask) -> Iterator[str]:
-        if isinstance(ask.prompt, str):
-            yield ask.prompt
-        for message in ask.messages:
+    def _texts(self, request: CompletionRequest) -> Iterator[str]:
+        if isinstance(request.prompt, str):
+            yield request.prompt
+        for message in request.messages:
             yield message.content
             if self.has_thinking:
                 yield message.thinking
             if message.tool_calls:
                 yield "".join(call.name + _json(call.arguments) for call in message.tool_calls)
-        if tools := offered(ask):
+        if tools := offered(request):
             yield "".join(tool.name + tool.description + _json(tool.parameters) for tool in tools)
 
 
@@ -230,13 +238,13 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    ask: Ask
+    request: CompletionRequest
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Picklable form of `HTTPError` and `AskError`, whose constructors take more than a message."""
+    """Picklable form of `HTTPError` and `BadRequestError`, whose constructors take more than a message."""
 
     message: str
     status: int | None = None
@@ -244,11 +252,11 @@ class Refused:
     code: str | None = None
     unknown_items: tuple[str, ...] = ()
 
-    def error(self) -> HTTPError | AskError:
+    def error(self) -> HTTPError | BadRequestError:
         if self.unknown_items:
             return UnknownItemError(self.message, self.field, self.unknown_items)
         return (
-            AskError(self.message, self.field, self.code)
+            BadRequestError(self.message, self.field, self.code)
             if self.status is None
             else HTTPError(self.status, self.message)
         )
@@ -266,25 +274,25 @@ class Failed:
 
 
 def read_body(setup: Setup, path: str, body: bytes, items: Items = READ_DEFAULTS.items) -> Read:
-    """Raises `HTTPError` and `AskError`. Does not check the length of the text."""
-    ask = read_ask(path, body, setup.max_depth, ReadOptions(setup.image_placeholder, items))
+    """Raises `HTTPError` and `BadRequestError`. Does not check the length of the text."""
+    request = read_request(path, body, setup.max_depth, ReadOptions(setup.image_placeholder, items))
     try:
-        setup.sizes.check_counts(ask)
+        setup.sizes.check_counts(request)
     except PromptTooLongError as error:
         raise too_long(path, error.num_tokens, setup.sizes.context) from None
-    return Read(ask, digest_of(path, body))
+    return Read(request, digest_of(path, body))
 
 
-def check_text(setup: Setup, path: str, ask: Ask) -> None:
+def check_text(setup: Setup, path: str, request: CompletionRequest) -> None:
     """Raises the vendor's error if the text is longer than the context."""
     try:
-        setup.sizes.check_text(ask)
+        setup.sizes.check_text(request)
     except PromptTooLongError as error:
         raise too_long(path, error.num_tokens, setup.sizes.context) from None
 
 
-def read_ask(path: str, body: bytes, max_depth: int, options: ReadOptions) -> Ask:
-    """Raises `HTTPError` if the body is not a JSON object and `AskError` if its dialect refuses it."""
+def read_request(path: str, body: bytes, max_depth: int, options: ReadOptions) -> CompletionRequest:
+    """Raises `HTTPError` if the body is not a JSON object and `BadRequestError` if its dialect refuses it."""
     read = MESSAGES.read_count if path == MESSAGES.count_path else DIALECTS[path].read
     return read(parse_body(body, max_depth), options)
 
@@ -296,7 +304,7 @@ def digest_of(path: str, body: bytes) -> str:
     return hashed.hexdigest()[:_DIGEST_LENGTH]
 
 
-def too_long(path: str, num_tokens: int, context: int) -> AskError:
+def too_long(path: str, num_tokens: int, context: int) -> BadRequestError:
     """Return the vendor's error for a prompt of at least `num_tokens`, on which its clients truncate their history."""
     return DIALECTS.get(path, MESSAGES).too_long(num_tokens, context)
 
@@ -389,8 +397,9 @@ class Bodies:
         lock: asyncio.Lock,
         find_items: Callable[[Sequence[str]], Items] = lambda ids: READ_DEFAULTS.items,
     ) -> Read:
-        """Raises `HTTPError` and `AskError`. `lock` is the episode's lock, held while a worker reads; `find_items`
-        returns the episode's items with the given ids, for a body that refers to some, which is then read again."""
+        """Raises `HTTPError` and `BadRequestError`. `lock` is the episode's lock, held while a worker reads;
+        `find_items` returns the episode's items with the given ids, for a body that refers to some, which is then read
+        again."""
         try:
             return await self._read(path, body, lock, {})
         except UnknownItemError as error:
@@ -407,8 +416,8 @@ class Bodies:
             read = read_body(self._setup, path, body, items)
         else:
             read = await self._share.run(lambda: read_body(self._setup, path, body, items))
-        if self._setup.sizes.needs_count(read.ask, len(body)):
-            await asyncio.to_thread(check_text, self._setup, path, read.ask)
+        if self._setup.sizes.needs_count(read.request, len(body)):
+            await asyncio.to_thread(check_text, self._setup, path, read.request)
         return read
 
     async def close(self) -> None:
@@ -424,7 +433,7 @@ class Bodies:
         async with self._worker() as worker:
             try:
                 async with asyncio.timeout(WORKER_S):
-                    data = await worker.ask(path, body, items)
+                    data = await worker.read(path, body, items)
             except TimeoutError:
                 # The machine may be overloaded, so the request is not to blame.
                 raise EngineError(
@@ -433,13 +442,13 @@ class Bodies:
             except (OSError, EOFError) as error:
                 _log.warning("a worker that read a body of %d bytes died (%s)", len(body), type(error).__name__)
                 raise EngineError("the process that read the body died; retry the request") from None
-        answer: Read | Refused | Failed = await self._share.run(lambda: pickle.loads(data))
-        if isinstance(answer, Failed):
-            _log.error("a body: %s\n%s", answer.kind, answer.frames)
-            raise EngineError(f"the gateway failed ({answer.kind}); retry the request")
-        if isinstance(answer, Refused):
-            raise answer.error()
-        return answer
+        result: Read | Refused | Failed = await self._share.run(lambda: pickle.loads(data))
+        if isinstance(result, Failed):
+            _log.error("a body: %s\n%s", result.kind, result.frames)
+            raise EngineError(f"the gateway failed ({result.kind}); retry the request")
+        if isinstance(result, Refused):
+            raise result.error()
+        return result
 
     @contextlib.asynccontextmanager
     async def _worker(self) -> "AsyncIterator[_Worker]":
@@ -495,8 +504,8 @@ class _Worker:
             raise
         return worker
 
-    async def ask(self, path: str, body: bytes, items: Items) -> bytes:
-        """Return the worker's pickled response."""
+    async def read(self, path: str, body: bytes, items: Items) -> bytes:
+        """Return the worker's pickled result."""
         await self._send(pickle.dumps(Head(path, len(body), items)), is_frame=True)
         await self._send(body)
         (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))

@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 
 from m2forge.gateway.calls.body import LENGTH, Failed, Head, Items, Read, Refused, Setup, check_text, read_body
-from m2forge.gateway.dialects.types import AskError, UnknownItemError
+from m2forge.gateway.dialects.types import BadRequestError, UnknownItemError
 from m2forge.gateway.http.limits import HTTPError
 
 NICENESS = 10
@@ -24,17 +24,17 @@ MEMORY_BYTES = 1 << 30
 MEMORY_PER_BODY_BYTE = 16
 
 
-def _answer(setup: Setup, path: str, body: bytes, items: Items) -> Read | Refused | Failed:
+def _read(setup: Setup, path: str, body: bytes, items: Items) -> Read | Refused | Failed:
     try:
         read = read_body(setup, path, body, items)
-        if setup.sizes.needs_count(read.ask, len(body)):
-            check_text(setup, path, read.ask)
+        if setup.sizes.needs_count(read.request, len(body)):
+            check_text(setup, path, read.request)
         return read
     except HTTPError as error:
         return Refused(str(error), status=error.status)
     except UnknownItemError as error:
         return Refused(str(error), field=error.field, unknown_items=error.ids)
-    except AskError as error:
+    except BadRequestError as error:
         return Refused(str(error), field=error.field, code=error.code)
     except MemoryError:
         return Refused("the body takes more memory than a request may; send less", status=413)
@@ -63,9 +63,9 @@ def main() -> None:
         while True:
             head = receive()
             assert isinstance(head, Head)
-            answer = _answer(setup, head.path, _exactly(head.num_bytes), head.items)
-            data = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
-            del answer
+            result = _read(setup, head.path, _exactly(head.num_bytes), head.items)
+            data = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
+            del result
             try:
                 stream.write(LENGTH.pack(len(data)))
                 stream.write(data)

@@ -1,6 +1,7 @@
 """Completion requests, from body to response: admits or deduplicates retries, tokenizes, samples and sends.
 
-    body -> dialect -> Ask -> admitted by the episode, or a retry -> prompt ids -> Generation -> response or events
+    body -> dialect -> CompletionRequest -> AdmittedRequest of the episode: new or a retry
+        -> prompt ids -> Generation -> response or events
 
 A client that disconnects leaves its generation, which is aborted when no other connection waits for it. An undelivered
 response is stored for the retry. A request waits while the token budget it needs is reserved by other requests.
@@ -21,8 +22,8 @@ from m2forge.gateway.calls.generation import Abort, Generation, Pace, Plan, raw_
 from m2forge.gateway.calls.sample import Reply, play, read_reply
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.dialects.openai.responses_input import find_items
-from m2forge.gateway.dialects.types import Ask, AskError, Dialect, Notice, notice_headers, offered
-from m2forge.gateway.episodes.episode import Episode, Request, RequestState, ReservedError
+from m2forge.gateway.dialects.types import BadRequestError, CompletionRequest, Dialect, Notice, notice_headers, offered
+from m2forge.gateway.episodes.episode import AdmittedRequest, Episode, RequestState, ReservedError
 from m2forge.gateway.history.history import Opening
 from m2forge.gateway.http.limits import (
     STREAM_HEADERS,
@@ -79,8 +80,8 @@ class Calls:
         self._encoders = ThreadPoolExecutor(NUM_ENCODERS, "encode")
         end = format.tokenizer.end_of_text_id
         self._raw_stop_ids = tuple(dict.fromkeys((*format.stop_ids, *(() if end is None else (end,)))))
-        self._running: dict[Request, Generation] = {}
-        self._opening: dict[Request, asyncio.Event] = {}
+        self._running: dict[AdmittedRequest, Generation] = {}
+        self._opening: dict[AdmittedRequest, asyncio.Event] = {}
         """Requests whose prompts are being built; the event is set when building ends."""
         self.is_draining = False
         """Whether the gateway refuses new requests because it is shutting down."""
@@ -122,9 +123,11 @@ class Calls:
     ) -> Outcome:
         body = await read_body(headers, receive, self._config)
         read = await self._read(route.dialect.path, body, episode)
-        ask, is_long = read.ask, len(body) > LONG_BYTES
-        if ask.num_samples > self._config.max_samples:
-            raise AskError(f"n: expected at most {self._config.max_samples}, received {ask.num_samples}", "n")
+        request, is_long = read.request, len(body) > LONG_BYTES
+        if request.num_samples > self._config.max_samples:
+            raise BadRequestError(
+                f"n: expected at most {self._config.max_samples}, received {request.num_samples}", "n"
+            )
         del body
         attempt, retry_token = read_retry(headers)
         until_s, context = None, episode.context_within(self._context)
@@ -132,10 +135,10 @@ class Calls:
             if self.is_draining:
                 raise EngineError("the gateway is stopping; retry the request")
             try:
-                request, is_repeated = episode.admit(
+                admitted, is_repeated = episode.admit(
                     read.digest,
-                    num_samples=ask.num_samples,
-                    max_tokens=min(ask.max_tokens or context, context),
+                    num_samples=request.num_samples,
+                    max_tokens=min(request.max_tokens or context, context),
                     attempt=attempt,
                     retry_token=retry_token,
                 )
@@ -146,55 +149,68 @@ class Calls:
                 if not await _unless_disconnected(watch, episode.wait_for_end(), until_s - now_s):
                     raise
                 continue
-            request.num_waiting += 1
+            admitted.num_waiting += 1
             try:
                 if not is_repeated:
-                    generation = await self._start(route, ask, episode, request, is_long=is_long)
+                    generation = await self._start(route, request, episode, admitted, is_long=is_long)
                     return await self._follow(route, generation, receive, send)
-                outcome = await self._repeat(route, ask, request, receive, send)
+                outcome = await self._repeat(route, request, admitted, receive, send)
             finally:
-                request.num_waiting -= 1
+                admitted.num_waiting -= 1
             if outcome is not None:
                 return outcome
 
     async def count(self, path: str, body: bytes, episode: Episode) -> tuple[int, tuple[str, ...]]:
         """Return the number of prompt tokens that the request would have, and its notices."""
-        ask = (await self._read(path, body, episode)).ask
+        request = (await self._read(path, body, episode)).request
         is_long = len(body) > LONG_BYTES
-        num_tokens = await self._with_encoded(lambda: episode.count(ask.messages, offered(ask)), is_long=is_long)
-        return num_tokens, ask.notices
+        num_tokens = await self._with_encoded(
+            lambda: episode.count(request.messages, offered(request)), is_long=is_long
+        )
+        return num_tokens, request.notices
 
     async def _read(self, path: str, body: bytes, episode: Episode) -> Read:
-        """Read a body and add the notice of the episode's own sampling. Raises AskError for a notice if the gateway is
-        strict."""
+        """Read a body and add the notice of the episode's own sampling. Raises BadRequestError for a notice if the
+        gateway is strict."""
         read = await self._bodies.read(path, body, episode.reading, lambda ids: find_items(ids, episode.answer_of))
-        if is_overridden(read.ask, episode.sampling):
-            read = replace(read, ask=replace(read.ask, notices=(*read.ask.notices, Notice.SAMPLING)))
-        if self._config.strict and read.ask.notices:
-            first = read.ask.notices[0]
-            raise AskError(f"{first}, and gateway.strict refuses what is not honoured", first.partition(":")[0])
+        if is_overridden(read.request, episode.sampling):
+            read = replace(read, request=replace(read.request, notices=(*read.request.notices, Notice.SAMPLING)))
+        if self._config.strict and read.request.notices:
+            first = read.request.notices[0]
+            raise BadRequestError(f"{first}, and gateway.strict refuses what is not honoured", first.partition(":")[0])
         return read
 
     # -- new requests --------------------------------------------------------------------------------------------------
 
-    async def _start(self, route: Route, ask: Ask, episode: Episode, request: Request, *, is_long: bool) -> Generation:
+    async def _start(
+        self, route: Route, request: CompletionRequest, episode: Episode, admitted: AdmittedRequest, *, is_long: bool
+    ) -> Generation:
         opening: Opening | IntArray | None = None
-        self._opening[request] = asyncio.Event()
+        self._opening[admitted] = asyncio.Event()
         try:
-            opening = await self._open(ask, episode, is_long)
+            opening = await self._open(request, episode, is_long)
             if self.is_draining:
                 raise EngineError("the gateway is stopping; retry the request")
-            plan = self._plan(route, ask, episode, request, opening)
-            generation = Generation(plan, self._engine, self._format, episode, request, self._pace, on_end=self._on_end)
-            self._running[request] = generation
+            plan = self._plan(route, request, episode, admitted, opening)
+            generation = Generation(
+                plan, self._engine, self._format, episode, admitted, self._pace, on_end=self._on_end
+            )
+            self._running[admitted] = generation
         except BaseException:
-            episode.abandon(request, opening)
+            episode.abandon(admitted, opening)
             raise
         finally:
-            self._opening.pop(request).set()
+            self._opening.pop(admitted).set()
         return generation
 
-    def _plan(self, route: Route, ask: Ask, episode: Episode, request: Request, opening: Opening | IntArray) -> Plan:
+    def _plan(
+        self,
+        route: Route,
+        request: CompletionRequest,
+        episode: Episode,
+        admitted: AdmittedRequest,
+        opening: Opening | IntArray,
+    ) -> Plan:
         ids = opening.ids if isinstance(opening, Opening) else opening
         context = episode.context_within(self._context)
         room = context - ids.size
@@ -202,34 +218,34 @@ class Calls:
             raise route.dialect.too_long(ids.size, context)
         created_s = time.time()
         id = route.id_prefix + secrets.token_hex(12)
-        sampling, seed, requested = decide_sampling(ask, episode.sampling)
+        sampling, seed, requested = decide_sampling(request, episode.sampling)
         prompt = Prompt(
             ids=ids,
-            max_tokens=episode.reserve(request, min(ask.max_tokens or room, room)),
+            max_tokens=episode.reserve(admitted, min(request.max_tokens or room, room)),
             sampling=sampling,
-            stop_ids=self._format.stop_ids if ask.prompt is None else self._raw_stop_ids,
-            stop_texts=ask.stop_texts,
+            stop_ids=self._format.stop_ids if request.prompt is None else self._raw_stop_ids,
+            stop_texts=request.stop_texts,
             seed=None if seed is None else seed & _SEED_MASK,
-            num_samples=ask.num_samples,
+            num_samples=request.num_samples,
             timeout_s=time_limit(episode, self._config.call_timeout_s),
             returns_experts=self._config.records_experts,
         )
-        stream = route.dialect.stream(ask, id, int(created_s)) if ask.is_streamed else None
+        stream = route.dialect.stream(request, id, int(created_s)) if request.is_streamed else None
         if self._config.logs_text:
             _log.info("request %s of %s: %r", id, episode.id, self._format.tokenizer.decode(ids.tolist()))
-        return Plan(id, ask, opening, prompt, requested, route.call_prefix, stream, int(created_s))
+        return Plan(id, request, opening, prompt, requested, route.call_prefix, stream, int(created_s))
 
-    async def _open(self, ask: Ask, episode: Episode, is_long: bool) -> Opening | IntArray:
-        if ask.prompt is None:
-            return await self._with_encoded(lambda: episode.open(ask.messages, offered(ask)), is_long=is_long)
-        tokenizer, prompt = self._format.tokenizer, ask.prompt
+    async def _open(self, request: CompletionRequest, episode: Episode, is_long: bool) -> Opening | IntArray:
+        if request.prompt is None:
+            return await self._with_encoded(lambda: episode.open(request.messages, offered(request)), is_long=is_long)
+        tokenizer, prompt = self._format.tokenizer, request.prompt
         if isinstance(prompt, str):
             text = prompt
             ids: Sequence[int] = await self._with_encoded(lambda: tokenizer.encode(text), is_long=is_long)
         else:
             ids = prompt
         if max(ids, default=0) >= tokenizer.vocab_size:
-            raise AskError(f"prompt: expected ids below {tokenizer.vocab_size}, received {max(ids)}", "prompt")
+            raise BadRequestError(f"prompt: expected ids below {tokenizer.vocab_size}, received {max(ids)}", "prompt")
         return raw_ids(ids)
 
     async def _with_encoded(self, make: Callable[[], T], *, is_long: bool) -> T:
@@ -256,7 +272,7 @@ class Calls:
             if generation.plan.stream is None:
                 await generation.end()
                 if generation.reply is not None and not watch.done():
-                    await self._send_reply(route, generation.plan.ask, generation.reply, send)
+                    await self._send_reply(route, generation.plan.request, generation.reply, send)
             else:
                 data = await generation.more()
                 if generation.is_begun and not watch.done():
@@ -269,19 +285,19 @@ class Calls:
 
     async def _stream(self, generation: Generation, data: bytes, send: Send) -> None:
         plan = generation.plan
-        headers = [*STREAM_HEADERS, *id_headers(plan.id), *notice_headers(plan.ask.notices)]
+        headers = [*STREAM_HEADERS, *id_headers(plan.id), *notice_headers(plan.request.notices)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         while not generation.is_over:
             await send({"type": "http.response.body", "body": data, "more_body": True})
             data = await generation.more(time.monotonic())
         await send({"type": "http.response.body", "body": data})
 
-    async def _send_reply(self, route: Route, ask: Ask, reply: Reply, send: Send) -> None:
-        body = route.dialect.answer(ask, reply.id, reply.created_s, reply.answers, reply.usage)
-        await respond(send, 200, body, [*id_headers(reply.id), *notice_headers(ask.notices)])
+    async def _send_reply(self, route: Route, request: CompletionRequest, reply: Reply, send: Send) -> None:
+        body = route.dialect.response(request, reply.id, reply.created_s, reply.outputs, reply.usage)
+        await respond(send, 200, body, [*id_headers(reply.id), *notice_headers(request.notices)])
 
     def _on_end(self, generation: Generation) -> None:
-        self._running.pop(generation.request, None)
+        self._running.pop(generation.admitted, None)
         plan, opening = generation.plan, generation.plan.opening
         self._counts.note_sampled(generation.num_sampled, generation.first_chunk_s)
         if isinstance(opening, Opening):
@@ -290,57 +306,61 @@ class Calls:
             self._counts.note_prompt(opening.size, opening.size, None)
         self._counts.num_aborted += generation.abort_reason is not None
         if self._config.logs_text and generation.reply is not None:
-            _log.info("answer %s: %r", plan.id, [answer.completion for answer in generation.reply.answers])
+            _log.info("response %s: %r", plan.id, [output.completion for output in generation.reply.outputs])
 
     # -- retries -------------------------------------------------------------------------------------------------------
 
-    async def _repeat(self, route: Route, ask: Ask, request: Request, receive: Receive, send: Send) -> Outcome | None:
+    async def _repeat(
+        self, route: Route, request: CompletionRequest, admitted: AdmittedRequest, receive: Receive, send: Send
+    ) -> Outcome | None:
         """Resend the response to an earlier request, waiting until it is there; None if that request got none."""
-        opening = self._opening.get(request)
+        opening = self._opening.get(admitted)
         if opening is not None:
             await _unless_disconnected(asyncio.create_task(_wait_for_disconnect(receive)), opening.wait())
-        generation = self._running.get(request)
+        generation = self._running.get(admitted)
         if generation is not None:
             await _unless_disconnected(_watch(generation, receive), generation.end())
-        if request.state is not RequestState.ANSWERED or request.answer is None or not request.answer.digest:
+        if admitted.state is not RequestState.ANSWERED or admitted.answer is None or not admitted.answer.digest:
             return None
-        reply = read_reply(request.answer, ask, self._format.tokenizer)
+        reply = read_reply(admitted.answer, request, self._format.tokenizer)
         watch = asyncio.create_task(_wait_for_disconnect(receive))
         try:
             await asyncio.wait((watch,), timeout=_NOTICE_S)
             if not watch.done():
-                await self._resend(route, ask, reply, send)
+                await self._resend(route, request, reply, send)
             # Nothing is awaited in between: see `_follow`.
             is_disconnected = watch.done()
         finally:
             watch.cancel()
-        request.is_delivered |= not is_disconnected
+        admitted.is_delivered |= not is_disconnected
         return Outcome.HUNG_UP if is_disconnected else Outcome.REPEATED
 
-    async def _resend(self, route: Route, ask: Ask, reply: Reply, send: Send) -> None:
-        if not ask.is_streamed:
-            await self._send_reply(route, ask, reply, send)
+    async def _resend(self, route: Route, request: CompletionRequest, reply: Reply, send: Send) -> None:
+        if not request.is_streamed:
+            await self._send_reply(route, request, reply, send)
             return
-        data = play(route.dialect.stream(ask, reply.id, reply.created_s), reply)
-        headers = (*STREAM_HEADERS, *id_headers(reply.id), *notice_headers(ask.notices))
+        data = play(route.dialect.stream(request, reply.id, reply.created_s), reply)
+        headers = (*STREAM_HEADERS, *id_headers(reply.id), *notice_headers(request.notices))
         await respond_bytes(send, 200, data, headers)
 
 
-def decide_sampling(ask: Ask, decided: Sampling | None) -> tuple[Sampling, int | None, RequestedSampling | None]:
+def decide_sampling(
+    request: CompletionRequest, decided: Sampling | None
+) -> tuple[Sampling, int | None, RequestedSampling | None]:
     """Return the sampling parameters, the seed, and the requested sampling if that differs. An episode with fixed
     sampling ignores the request's seed, which would make all attempts of a group identical."""
     if decided is None:
-        return ask.sampling, ask.seed, None
-    is_same = ask.sampling == decided and ask.seed is None
-    return decided, None, None if is_same else RequestedSampling(ask.sampling, ask.seed)
+        return request.sampling, request.seed, None
+    is_same = request.sampling == decided and request.seed is None
+    return decided, None, None if is_same else RequestedSampling(request.sampling, request.seed)
 
 
-def is_overridden(ask: Ask, decided: Sampling | None) -> bool:
+def is_overridden(request: CompletionRequest, decided: Sampling | None) -> bool:
     """Return whether the episode's sampling overrides a parameter that the request sets to another value."""
     if decided is None:
         return False
-    names = ask.requested_sampling
-    return ask.seed is not None or any(getattr(ask.sampling, name) != getattr(decided, name) for name in names)
+    names = request.requested_sampling
+    return request.seed is not None or any(getattr(request.sampling, name) != getattr(decided, name) for name in names)
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
@@ -376,7 +396,7 @@ async def _unless_disconnected(
 def _outcome(generation: Generation, is_disconnected: bool) -> Outcome:
     """Return the outcome of a request whose response was sent, or could not be."""
     if generation.reply is not None:
-        generation.request.is_delivered |= not is_disconnected
+        generation.admitted.is_delivered |= not is_disconnected
         return Outcome.HUNG_UP if is_disconnected else Outcome.ANSWERED
     if is_disconnected or generation.abort_reason is Abort.HUNG_UP:
         return Outcome.HUNG_UP

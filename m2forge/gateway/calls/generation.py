@@ -24,8 +24,8 @@ import numpy as np
 
 from m2forge.errors import EngineError, M2ForgeError, RecordError
 from m2forge.gateway.calls.sample import Reply, SampleReader, write_reply
-from m2forge.gateway.dialects.types import Ask, Stream, Usage
-from m2forge.gateway.episodes.episode import Episode, Request, Sampled
+from m2forge.gateway.dialects.types import CompletionRequest, Stream, Usage
+from m2forge.gateway.episodes.episode import AdmittedRequest, Episode, Sampled
 from m2forge.gateway.history.history import Opening
 from m2forge.protocols import Chunk, Engine, Prompt
 from m2forge.records import FinishReason, IntArray, RequestedSampling
@@ -62,7 +62,7 @@ class Plan:
     """What to sample and how to respond."""
 
     id: str
-    ask: Ask
+    request: CompletionRequest
     opening: Opening | IntArray
     """The prompt that the history built from the messages, or the ids of a raw prompt."""
     prompt: Prompt
@@ -137,17 +137,17 @@ class Generation:
         engine: Engine,
         format: ChatFormat,
         episode: Episode,
-        request: Request,
+        admitted: AdmittedRequest,
         pace: Pace,
         *,
         on_end: Callable[["Generation"], None] = lambda generation: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.plan, self.request, self.episode = plan, request, episode
+        self.plan, self.admitted, self.episode = plan, admitted, episode
         self._engine, self._clock, self._on_end, self._pace = engine, clock, on_end, pace
         self._woken_s = 0.0
         self._readers = [
-            SampleReader(plan.ask, format, plan.prompt.stop_ids, plan.call_prefix)
+            SampleReader(plan.request, format, plan.prompt.stop_ids, plan.call_prefix)
             for _ in range(plan.prompt.num_samples)
         ]
         self._loop = asyncio.get_running_loop()
@@ -313,7 +313,7 @@ class Generation:
         """Commit or fail after the engine has finished or failed."""
         if failure is None:
             self._read()
-            if all(reader.answer is not None for reader in self._readers):
+            if all(reader.output is not None for reader in self._readers):
                 self._commit()
                 return
             failure = EngineError("the engine ended before all completions did; retry the request")
@@ -330,7 +330,7 @@ class Generation:
         if not self.is_begun:
             self._begin(0)
         for sample, reader in enumerate(self._readers):
-            if reader.answer is None:
+            if reader.output is None:
                 reader.finished_s = self._clock()
                 events = reader.finish(FinishReason.ABORT)
                 if is_delivered and self.plan.stream is not None:
@@ -340,21 +340,21 @@ class Generation:
     def _commit(self, failure: M2ForgeError | None = None) -> None:
         """Record the response; its end, or the failure, may be sent after that."""
         plan, prompt = self.plan, self.plan.prompt
-        answers = tuple(reader.answer for reader in self._readers if reader.answer is not None)
+        outputs = tuple(reader.output for reader in self._readers if reader.output is not None)
         num_thinking = sum(reader.num_thinking() for reader in self._readers)
         usage = Usage(prompt.ids.size, self.num_cached, self.num_sampled, num_thinking)
-        reply = Reply(plan.id, plan.created_s, answers, usage)
+        reply = Reply(plan.id, plan.created_s, outputs, usage)
         try:
             samples = [
                 Sampled(
-                    reader.call(prompt.ids, prompt.sampling, plan.requested, self._started_s, plan.ask.notices),
-                    answer.completion,
+                    reader.call(prompt.ids, prompt.sampling, plan.requested, self._started_s, plan.request.notices),
+                    output.completion,
                     reader.experts(prompt.ids.size + reader.num_sampled),
                 )
-                for reader, answer in zip(self._readers, answers, strict=True)
+                for reader, output in zip(self._readers, outputs, strict=True)
             ]
             self.episode.commit(
-                *(self.request, plan.opening, samples),
+                *(self.admitted, plan.opening, samples),
                 id=plan.id,
                 reply=write_reply(reply),
                 is_delivered=failure is None,
@@ -366,7 +366,7 @@ class Generation:
             self._fail(failure)
             return
         if plan.stream is not None:
-            ends = [plan.stream.end_sample(sample, answer) for sample, answer in enumerate(answers)]
+            ends = [plan.stream.end_sample(sample, output) for sample, output in enumerate(outputs)]
             self._outbox.append(b"".join([*ends, plan.stream.finish(usage)]))
         self.reply = reply
         self._finish()
@@ -389,7 +389,7 @@ class Generation:
         self._read()
         if self.is_begun and self.plan.stream is not None:
             self._outbox.append(self.plan.stream.fail(503, str(error)))
-        self.episode.abandon(self.request, self.plan.opening)
+        self.episode.abandon(self.admitted, self.plan.opening)
         self._finish()
 
     def _finish(self) -> None:

@@ -1,8 +1,8 @@
-"""One completion being sampled: engine chunks in; events, logprobs and finally an `Answer` out.
+"""One completion being sampled: engine chunks in; events, logprobs and finally a `CompletionOutput` out.
 
 All sampled tokens are recorded. The client receives less: not the stop text that ended the completion, and for a raw
 prompt not the stop token. A suffix of the text that may become a stop text is held back. Tool calls get their ids here,
-the same in the events and in the answer.
+the same in the events and in the output.
 """
 
 import codecs
@@ -15,7 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from m2forge.errors import NotFoundError
-from m2forge.gateway.dialects.types import Answer, Ask, Ending, Stream, TokenLogprob, Usage, callable_tools
+from m2forge.gateway.dialects.types import (
+    CompletionOutput,
+    CompletionRequest,
+    Ending,
+    Stream,
+    TokenLogprob,
+    Usage,
+    callable_tools,
+)
 from m2forge.gateway.episodes.journal import Answered
 from m2forge.protocols import Chunk
 from m2forge.records import Call, FinishReason, FloatArray, IntArray, JsonValue, RequestedSampling, Sampling
@@ -84,12 +92,14 @@ class StopCutter:
 
 
 class SampleReader:
-    def __init__(self, ask: Ask, format: ChatFormat, stop_ids: Sequence[int], call_prefix: str) -> None:
+    def __init__(
+        self, request: CompletionRequest, format: ChatFormat, stop_ids: Sequence[int], call_prefix: str
+    ) -> None:
         self._tokenizer, self._call_prefix = format.tokenizer, call_prefix
-        self._is_raw, self._stop_ids = ask.prompt is not None, stop_ids
-        self._parser: Parser = RawParser() if self._is_raw else format.parser(callable_tools(ask))
-        self._cutter = StopCutter(ask.stop_texts) if ask.stop_texts else None
-        self._has_logprobs = ask.num_top_logprobs is not None
+        self._is_raw, self._stop_ids = request.prompt is not None, stop_ids
+        self._parser: Parser = RawParser() if self._is_raw else format.parser(callable_tools(request))
+        self._cutter = StopCutter(request.stop_texts) if request.stop_texts else None
+        self._has_logprobs = request.num_top_logprobs is not None
         self._ids: list[IntArray] = []
         self._logprobs: list[FloatArray] = []
         self._versions: list[IntArray] = []
@@ -99,8 +109,8 @@ class SampleReader:
         self.finish_reason: FinishReason | None = None
         self.finished_s = 0.0
         self.num_sampled = 0
-        self.answer: Answer | None = None
-        """The answer, set by `finish`."""
+        self.output: CompletionOutput | None = None
+        """Set by `finish`."""
 
     def take(self, chunks: Sequence[Chunk]) -> tuple[list[Event], list[TokenLogprob]]:
         """Add the next chunks and return the events and logprobs that can be sent."""
@@ -126,7 +136,7 @@ class SampleReader:
         return self._named(self._parser.feed(data)) if data else [], logprobs
 
     def finish(self, finish_reason: FinishReason) -> list[Event]:
-        """Return the last events and set `answer`."""
+        """Return the last events and set `output`."""
         events = self._named(self._parser.feed(self._cutter.flush())) if self._cutter is not None else []
         completion = self._parser.finish()
         events += self._named(list(completion.final_events))
@@ -135,7 +145,7 @@ class SampleReader:
         stop_text = None if self._cutter is None else self._cutter.stop_text
         self.finish_reason = finish_reason
         ending = _ending(finish_reason, has_calls=bool(calls), stop_text=stop_text)
-        self.answer = Answer(completion, ending, stop_text, tuple(self._sent_logprobs))
+        self.output = CompletionOutput(completion, ending, stop_text, tuple(self._sent_logprobs))
         return events
 
     def call(
@@ -169,7 +179,7 @@ class SampleReader:
     def num_thinking(self) -> int:
         """Count the sampled tokens before the end-of-thinking tag, which may be one token or several; all tokens if the
         tag is missing."""
-        if self.answer is None or not self.answer.completion.thinking:
+        if self.output is None or not self.output.completion.thinking:
             return 0
         ids = [id for chunk in self._ids for id in chunk.tolist()]
         close_id = self._tokenizer.special_ids.get(THINK_CLOSE)
@@ -239,7 +249,7 @@ class Reply:
 
     id: str
     created_s: int
-    answers: tuple[Answer, ...]
+    outputs: tuple[CompletionOutput, ...]
     usage: Usage
 
 
@@ -256,28 +266,28 @@ def write_reply(reply: Reply) -> dict[str, JsonValue]:
     return {
         "created_s": reply.created_s,
         "usage": [usage.num_prompt, usage.num_cached, usage.num_sampled, usage.num_thinking],
-        "endings": [[answer.ending, answer.stop_text] for answer in reply.answers],
+        "endings": [[output.ending, output.stop_text] for output in reply.outputs],
     }
 
 
-def read_reply(recorded: Answered, ask: Ask, tokenizer: Tokenizer) -> Reply:
+def read_reply(recorded: Answered, request: CompletionRequest, tokenizer: Tokenizer) -> Reply:
     stored = cast("_StoredReply", recorded.reply)
-    answers = []
+    outputs = []
     for sample, (ending, stop_text) in zip(recorded.samples, stored["endings"], strict=True):
         logprobs: tuple[TokenLogprob, ...] = ()
-        if ask.num_top_logprobs is not None:
+        if request.num_top_logprobs is not None:
             drawn = zip(sample.response_ids.tolist(), sample.logprobs.tolist(), strict=True)
             logprobs = tuple(TokenLogprob(text_of(tokenizer, id), logprob, id) for id, logprob in drawn)
-        answers.append(Answer(sample.completion, Ending(ending), stop_text, logprobs))
-    return Reply(recorded.id, stored["created_s"], tuple(answers), Usage(*stored["usage"]))
+        outputs.append(CompletionOutput(sample.completion, Ending(ending), stop_text, logprobs))
+    return Reply(recorded.id, stored["created_s"], tuple(outputs), Usage(*stored["usage"]))
 
 
 def play(stream: Stream, reply: Reply) -> bytes:
     """Encode the whole stream of a response."""
     chunks = [stream.begin(reply.usage.num_prompt, reply.usage.num_cached)]
-    for sample, answer in enumerate(reply.answers):
-        chunks.append(stream.piece(sample, list(_events(answer.completion)), answer.logprobs))
-    chunks += [stream.end_sample(sample, answer) for sample, answer in enumerate(reply.answers)]
+    for sample, output in enumerate(reply.outputs):
+        chunks.append(stream.piece(sample, list(_events(output.completion)), output.logprobs))
+    chunks += [stream.end_sample(sample, output) for sample, output in enumerate(reply.outputs)]
     return b"".join([*chunks, stream.finish(reply.usage)])
 
 

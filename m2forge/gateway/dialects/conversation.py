@@ -10,7 +10,7 @@ are one turn even with tool results between them, and parts of different respons
 
 Chat templates have room for one system message, at the beginning. Those before the first turn are merged into it. A
 later one becomes a user turn in `<system-reminder>` tags, at its own position, so that the turns before it keep their
-recorded tokens. An instruction to answer in a form that the request demands is appended to the first message, where
+recorded tokens. The instruction that demands the request's response format is appended to the first message, where
 each later request of the conversation repeats it.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from m2forge.gateway.dialects.types import AskError, Notice, Reading, order_results, shown
+from m2forge.gateway.dialects.types import BadRequestError, Notice, Reading, order_results, shown
 from m2forge.records import JsonValue
 from m2forge.text.message import Message, ToolCall
 
@@ -44,8 +44,8 @@ class _Turn:
 
 
 def place_instructions(messages: Sequence[Message], reading: Reading) -> tuple[Message, ...]:
-    """Return the messages with the first system messages merged, later ones as user turns, and the instruction for the
-    answer's form in the first message."""
+    """Return the messages with the first system messages merged, later ones as user turns, and the format
+    instruction in the first message."""
     num_first = next((at for at, message in enumerate(messages) if message.role != "system"), len(messages))
     placed = list(messages[num_first:])
     if num_first:
@@ -54,16 +54,16 @@ def place_instructions(messages: Sequence[Message], reading: Reading) -> tuple[M
         if placed[index].role == "system":
             reading.note(Notice.SYSTEM_TURN)
             placed[index] = Message("user", REMINDER.format(placed[index].content))
-    if reading.answer_format:
+    if reading.format_instruction:
         if not placed or placed[0].role not in ("system", "user"):
             placed.insert(0, Message("system"))
-        content = "\n\n".join(filter(None, (placed[0].content, reading.answer_format)))
+        content = "\n\n".join(filter(None, (placed[0].content, reading.format_instruction)))
         placed[0] = replace(placed[0], content=content)
     return tuple(placed)
 
 
-def answer_format(schema: Mapping[str, JsonValue] | None, description: str = "") -> str:
-    """Return the instruction to answer with JSON; `schema`: None allows any object."""
+def format_instruction(schema: Mapping[str, JsonValue] | None, description: str = "") -> str:
+    """Return prompt text that demands JSON; `schema`: None allows any object."""
     if schema is None:
         return "Answer with one JSON object and nothing else."
     said = "Answer with JSON that matches this JSON schema, and with nothing else"
@@ -85,13 +85,14 @@ class Conversation:
         self._entries.append(Message(role, content))
 
     def answer_call(self, call_id: str, content: str, location: str) -> None:
-        """Add the result of a last turn's call. `AskError` at `location` if it is unknown or already answered."""
+        """Add the result of a call of the last turn. Raises `BadRequestError` at `location` if the call is unknown or
+        already has a result."""
         if self._turn is None or call_id not in self._turn.called:
-            raise AskError(
+            raise BadRequestError(
                 f"{location}: answers call {shown(call_id)}, which the assistant did not make just before", location
             )
         if call_id in self._turn.answered:
-            raise AskError(f"{location}: answers call {shown(call_id)}, which was answered before", location)
+            raise BadRequestError(f"{location}: answers call {shown(call_id)}, which was answered before", location)
         self._turn.answered.add(call_id)
         self._entries.append(Message("tool", content, tool_call_id=call_id))
 
@@ -122,7 +123,7 @@ class Conversation:
 
     def messages(self, location: str = "messages") -> tuple[Message, ...]:
         """Return all messages, with results in the order of their calls and instructions at their positions. Raises
-        `AskError` at `location` if a call has no result."""
+        `BadRequestError` at `location` if a call has no result."""
         entries = [entry.message() if isinstance(entry, _Turn) else entry for entry in self._entries]
         return place_instructions(order_results(entries, location), self.reading)
 

@@ -1,19 +1,19 @@
 """Requests and responses independent of the client's dialect, and the protocol of a dialect.
 
-    body (JSON) -> Dialect.read -> Ask -> the gateway samples -> Answer, Usage -> Dialect.answer -> body (JSON)
-                                                  events, token by token       -> Stream          -> server-sent events
+    request body (JSON)            -> Dialect.read     -> CompletionRequest -> the gateway samples
+    CompletionOutput, Usage        -> Dialect.response -> response body (JSON)
+    parser events, token by token  -> Stream           -> server-sent events
 
-Dialects are pure: no HTTP, no clock, no engine. What a request asks for is honoured, or noted in `Ask.notices`, or
-refused with `AskError`, which the gateway answers with status 400 and the vendor's error body; nothing is silently
-ignored.
+Dialects are pure: no HTTP, no clock, no engine. A request field is honoured, or noted in `CompletionRequest.notices`,
+or refused with `BadRequestError`, which becomes status 400 with the vendor's error body; none is silently ignored.
 
-Tool calls have their ids before a dialect sees them: `CallFinished.call` in a stream and `Completion.tool_calls` in an
-`Answer` are equal, ids included. Neither contains the text that ended a completion (`stop_text`).
+Tool calls have their ids before a dialect sees them: `CallFinished.call` in a stream and `Completion.tool_calls` in a
+`CompletionOutput` are equal, ids included. Neither contains the text that ended a completion (`stop_text`).
 
-A request that is legal for its vendor is answered even if the gateway cannot do all that it asks for. Each thing that
-is not done is a `Notice`: a short constant text that begins with the name of the field. The client receives the notices
-in the response header `x-m2forge-notice`, joined by "; ", and the record of the call holds them. With `gateway.strict`
-a request with a notice is refused instead.
+A request that is legal for its vendor is served even if the gateway cannot honour all of it. Each thing that is not
+honoured is a `Notice`: a short constant text that begins with the name of the field. The client receives the notices in
+the response header `x-m2forge-notice`, joined by "; ", and the record of the call holds them. With `gateway.strict` a
+request with a notice is refused instead.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -77,8 +77,8 @@ class Reading:
     def __init__(self, options: ReadOptions) -> None:
         self.options = options
         self._notices: dict[Notice, None] = {}
-        self.answer_format = ""
-        """Instruction to answer in the form that the request demands; empty without one."""
+        self.format_instruction = ""
+        """Prompt text that demands the requested response format; empty if the request sets none."""
 
     @property
     def notices(self) -> tuple[Notice, ...]:
@@ -99,7 +99,7 @@ def notice_headers(notices: Sequence[str]) -> list[tuple[bytes, bytes]]:
     return [(HEADER.encode(), SEPARATOR.join(notices).encode())] if notices else []
 
 
-class AskError(M2ForgeError, ValueError):
+class BadRequestError(M2ForgeError, ValueError):
     """A request that a dialect cannot honour: the message says what and why, the field says where."""
 
     def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
@@ -113,7 +113,7 @@ class AskError(M2ForgeError, ValueError):
         return str(self.args[0])
 
 
-class UnknownItemError(AskError):
+class UnknownItemError(BadRequestError):
     """A request refers to items of earlier responses that `ReadOptions.items` does not hold."""
 
     def __init__(self, message: str, field: str | None, ids: tuple[str, ...]) -> None:
@@ -122,7 +122,7 @@ class UnknownItemError(AskError):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class CompletionRequest:
     """One request of a client."""
 
     messages: tuple[Message, ...]
@@ -152,14 +152,14 @@ class Ask:
     """What is not honoured of the request."""
 
 
-def offered(ask: Ask) -> tuple[Tool, ...]:
+def offered(request: CompletionRequest) -> tuple[Tool, ...]:
     """Return the tools that the model is shown: none if it may call none."""
-    return ask.tools if ask.tool_choice == "auto" else ()
+    return request.tools if request.tool_choice == "auto" else ()
 
 
-def callable_tools(ask: Ask) -> tuple[Tool, ...]:
+def callable_tools(request: CompletionRequest) -> tuple[Tool, ...]:
     """Return the tools whose calls are parsed by their schemas."""
-    return (*ask.tools, *ask.deferred_tools) if ask.tool_choice == "auto" else ()
+    return (*request.tools, *request.deferred_tools) if request.tool_choice == "auto" else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CompletionOutput:
     """One complete completion."""
 
     completion: Completion
@@ -224,7 +224,7 @@ class Stream(Protocol):
         """Encode the next parser events of a sample. All events of its parser pass through here, the final ones too."""
         ...
 
-    def end_sample(self, sample: int, answer: Answer) -> bytes:
+    def end_sample(self, sample: int, output: CompletionOutput) -> bytes:
         """End a sample. Its text was already sent, so this sends only the ending."""
         ...
 
@@ -243,17 +243,17 @@ class Dialect(Protocol):
     path: str
     """Path that requests are posted to, such as `/v1/chat/completions`."""
 
-    def read(self, body: Mapping[str, JsonValue], options: ReadOptions = ...) -> Ask:
-        """Raises `AskError`, and nothing else, for what is refused."""
+    def read(self, body: Mapping[str, JsonValue], options: ReadOptions = ...) -> CompletionRequest:
+        """Raises `BadRequestError`, and nothing else, for what is refused."""
         ...
 
-    def answer(
-        self, ask: Ask, id: str, created_s: int, answers: Sequence[Answer], usage: Usage
+    def response(
+        self, request: CompletionRequest, id: str, created_s: int, outputs: Sequence[CompletionOutput], usage: Usage
     ) -> dict[str, JsonValue]:
         """Encode the complete response, one completion per sample, in order."""
         ...
 
-    def stream(self, ask: Ask, id: str, created_s: int) -> Stream: ...
+    def stream(self, request: CompletionRequest, id: str, created_s: int) -> Stream: ...
 
     def error(
         self, status: int, message: str, field: str | None = None, code: str | None = None
@@ -261,7 +261,7 @@ class Dialect(Protocol):
         """Encode the vendor's error body for an HTTP status."""
         ...
 
-    def too_long(self, num_prompt: int, context: int) -> AskError:
+    def too_long(self, num_prompt: int, context: int) -> BadRequestError:
         """Return the vendor's error for a prompt that leaves no room in the context to sample: agents recognise it and
         shorten their history."""
         ...
@@ -273,7 +273,7 @@ _NUM_SHOWN = 80
 
 
 class Fields:
-    """Strict reading of JSON objects: a value that is not what its field takes raises `AskError` naming the field.
+    """Strict reading of JSON objects: a value of the wrong type or range raises `BadRequestError` naming the field.
 
     null is the same as absent, as on the vendors' servers: SDKs serialize unset fields. An unknown key is refused with
     a suggestion, because a misspelt setting that does nothing is worse than an error.
@@ -292,7 +292,7 @@ class Fields:
         if not self.data.keys() <= known:
             name = next(name for name in self.data if name not in known)
             path = self.path(name[:_NUM_SHOWN])
-            raise AskError(f"{path}: unknown field; {suggest(name[:_NUM_SHOWN], known)}", path)
+            raise BadRequestError(f"{path}: unknown field; {suggest(name[:_NUM_SHOWN], known)}", path)
 
     def path(self, name: str) -> str:
         return f"{self.location}.{name}" if self.location else name
@@ -304,9 +304,9 @@ class Fields:
         return self.data.get(name)
 
     def refuse(self, name: str, reason: str) -> NoReturn:
-        """Raise `AskError`: the field, or its value, cannot be honoured for this reason."""
+        """Raise `BadRequestError`: the field, or its value, cannot be honoured for this reason."""
         path = self.path(name)
-        raise AskError(f"{path}: {reason}", path)
+        raise BadRequestError(f"{path}: {reason}", path)
 
     def text(self, name: str) -> str | None:
         value = self.data.get(name)
@@ -397,7 +397,7 @@ def read_text(value: JsonValue, location: str) -> str:
 
 def refuse_value(location: str, expected: str, value: JsonValue) -> NoReturn:
     received = "nothing" if value is None else shown(value)
-    raise AskError(f"{location or 'the body'}: expected {expected}, received {received}", location or None)
+    raise BadRequestError(f"{location or 'the body'}: expected {expected}, received {received}", location or None)
 
 
 def shown(value: JsonValue) -> str:
@@ -446,7 +446,7 @@ def _order(calls: Sequence[ToolCall], messages: list[Message], start: int, end: 
         return
     rank_of_id = {call.id: rank for rank, call in enumerate(calls)}
     if len(rank_of_id) < len(calls):
-        raise AskError(f"{location}: calls of one turn have the same id; give each its own", location)
+        raise BadRequestError(f"{location}: calls of one turn have the same id; give each its own", location)
     answered: set[str] = set()
     for index in range(start, end):
         id = messages[index].tool_call_id
@@ -456,14 +456,14 @@ def _order(calls: Sequence[ToolCall], messages: list[Message], start: int, end: 
         answered.add(id)
     missing = [call.id for call in calls if call.id not in answered]
     if missing:
-        raise AskError(
+        raise BadRequestError(
             f"{location}: call {shown(missing[0])} has no result; send one for each call, just after", location
         )
     messages[start:end] = sorted(messages[start:end], key=lambda result: rank_of_id[result.tool_call_id])
 
 
 def _refuse(id: str, wrong: str, path: str) -> NoReturn:
-    raise AskError(f"{path}: a tool's result answers call {shown(id)}, which {wrong}", path)
+    raise BadRequestError(f"{path}: a tool's result answers call {shown(id)}, which {wrong}", path)
 
 
 def read_tools(fields: Fields, read_tool: Callable[[JsonValue, str], Sequence[Tool]]) -> tuple[Tool, ...]:
@@ -483,8 +483,8 @@ def read_tools(fields: Fields, read_tool: Callable[[JsonValue, str], Sequence[To
 
 
 def make_tool(fields: Fields, schema: Mapping[str, JsonValue], location: str) -> Tool:
-    """Create a tool from its name, description and schema; raises `AskError` at `location` if it is invalid."""
+    """Create a tool from its name, description and schema; raises `BadRequestError` at `location` if it is invalid."""
     try:
         return Tool(fields.required_text("name"), fields.text("description") or "", schema)
     except FormatError as error:
-        raise AskError(f"{location}: {error}", location) from error
+        raise BadRequestError(f"{location}: {error}", location) from error

@@ -57,7 +57,7 @@ class RequestState(StrEnum):
     """Nothing was recorded."""
 
 
-class Request:
+class AdmittedRequest:
     """One client request, from its admission on."""
 
     def __init__(self, digest: str, retry_token: str = "", num_samples: int = 1) -> None:
@@ -98,12 +98,12 @@ class Requests:
     """
 
     def __init__(self) -> None:
-        self._by_digest: dict[str, list[Request]] = {}
-        self._by_id: dict[str, Request] = {}
+        self._by_digest: dict[str, list[AdmittedRequest]] = {}
+        self._by_id: dict[str, AdmittedRequest] = {}
         self._unanswered: deque[str] = deque(maxlen=_MAX_UNANSWERED)
         """Digests of requests that ended without a response, until the same body arrives again."""
 
-    def find(self, digest: str, *, attempt: int = 0, retry_token: str = "") -> Request | None:
+    def find(self, digest: str, *, attempt: int = 0, retry_token: str = "") -> AdmittedRequest | None:
         """Return the request that this one retries. The caller counts its connections (`num_waiting`)."""
         same = self._by_digest.get(digest, ())
         if retry_token:
@@ -118,12 +118,12 @@ class Requests:
         request.num_attempts += 1
         return request
 
-    def add(self, request: Request) -> None:
+    def add(self, request: AdmittedRequest) -> None:
         if request.digest in self._unanswered:
             self._unanswered.remove(request.digest)
         self._by_digest.setdefault(request.digest, []).append(request)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: AdmittedRequest) -> None:
         """Remove a request that ended without a response to send: a retry is a new request."""
         same = self._by_digest[request.digest]
         same.remove(request)
@@ -131,11 +131,11 @@ class Requests:
             del self._by_digest[request.digest]
         self._unanswered.append(request.digest)
 
-    def name(self, request: Request, id: str) -> None:
+    def name(self, request: AdmittedRequest, id: str) -> None:
         """Register an answered request under the response id that its client knows."""
         self._by_id[id] = request
 
-    def named(self, id: str) -> Request | None:
+    def named(self, id: str) -> AdmittedRequest | None:
         return self._by_id.get(id)
 
 
@@ -224,7 +224,7 @@ class Episode:
         """Monotonic time when this process loaded the episode, and seconds spent before: changes of the wall clock do
         not affect the budget."""
         self._active_s = self._on_monotonic(created.created_s)
-        self._running: set[Request] = set()
+        self._running: set[AdmittedRequest] = set()
         self._waiting: list[asyncio.Future[None]] = []
         """Futures that wait for a request in flight to end."""
         self._counted: Opening | None = None
@@ -240,7 +240,7 @@ class Episode:
 
     def admit(
         self, digest: str, *, num_samples: int = 1, max_tokens: int = 1, attempt: int = 0, retry_token: str = ""
-    ) -> tuple[Request, bool]:
+    ) -> tuple[AdmittedRequest, bool]:
         """Return the request for a body with this digest, and whether it is an earlier one, running or answered, that
         this one retries. A retry is not charged. `max_tokens`: what each sample may need. Raises ReservedError if
         requests in flight have reserved what it needs."""
@@ -250,7 +250,7 @@ class Episode:
             return earlier, True
         self._require_open()
         self._check_budget(num_samples, max_tokens)
-        request = Request(digest, retry_token, num_samples)
+        request = AdmittedRequest(digest, retry_token, num_samples)
         self.requests.add(request)
         self._running.add(request)
         return request, False
@@ -272,7 +272,7 @@ class Episode:
         """Return the maximum tokens of prompt plus completion, given the model's limit `context`."""
         return context if self.context is None else min(self.context, context)
 
-    def reserve(self, request: Request, num_tokens: int) -> int:
+    def reserve(self, request: AdmittedRequest, num_tokens: int) -> int:
         """Return and reserve the maximum tokens of each sample: `num_tokens`, or what the budget leaves."""
         left = self.tokens_left
         if left is not None:
@@ -287,7 +287,7 @@ class Episode:
 
     def commit(
         self,
-        request: Request,
+        request: AdmittedRequest,
         prompt: Opening | IntArray,
         samples: Sequence[Sampled],
         *,
@@ -317,7 +317,7 @@ class Episode:
             self.requests.remove(request)
         self._end(request, prompt, RequestState.ANSWERED)
 
-    def abandon(self, request: Request, prompt: Opening | IntArray | None = None) -> None:
+    def abandon(self, request: AdmittedRequest, prompt: Opening | IntArray | None = None) -> None:
         """Drop a request without a result: a retry is a new request. `prompt`: what was opened for it."""
         if request in self._running:
             self.requests.remove(request)
@@ -329,7 +329,7 @@ class Episode:
         self._waiting.append(ended)
         await ended
 
-    def _end(self, request: Request, prompt: Opening | IntArray | None, state: RequestState) -> None:
+    def _end(self, request: AdmittedRequest, prompt: Opening | IntArray | None, state: RequestState) -> None:
         self._running.discard(request)
         request.state = state
         if isinstance(prompt, Opening):
@@ -464,7 +464,7 @@ class Episode:
             case Answered():
                 opening = None if entry.path is None else self.history.restore(entry.path, entry.prompt_ids)
                 prompt_ids = entry.prompt_ids if opening is None else opening.ids
-                request = Request(entry.digest, entry.retry_token, len(entry.samples))
+                request = AdmittedRequest(entry.digest, entry.retry_token, len(entry.samples))
                 self.requests.add(request)
                 samples = [
                     Sampled(entry.call(sample, prompt_ids), sample.completion, sample.experts)
@@ -478,7 +478,7 @@ class Episode:
 
     def _entry(
         self,
-        request: Request,
+        request: AdmittedRequest,
         prompt: Opening | IntArray,
         samples: Sequence[Sampled],
         id: str,
@@ -510,7 +510,9 @@ class Episode:
         for sample in samples:
             sample.check_experts(self._experts_shape)
 
-    def _enter(self, request: Request, entry: Answered, opening: Opening | None, samples: Sequence[Sampled]) -> None:
+    def _enter(
+        self, request: AdmittedRequest, entry: Answered, opening: Opening | None, samples: Sequence[Sampled]
+    ) -> None:
         # Drops the prompt, which the history holds; a view would keep its memory alive.
         recorded = tuple(
             sample if sample.experts is None else replace(sample, experts=None) for sample in entry.samples

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from m2forge.errors import EngineError, ExistsError, M2ForgeError, NotFoundError
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.dialects.openai.chat import TOO_FAST
-from m2forge.gateway.dialects.types import AskError
+from m2forge.gateway.dialects.types import BadRequestError
 from m2forge.gateway.episodes.episode import BudgetError, ClosedError
 from m2forge.gateway.episodes.journal import JournalError
 from m2forge.records import JsonValue
@@ -193,13 +193,13 @@ def status_of(error: M2ForgeError) -> int:
 
 
 def field_of(error: M2ForgeError) -> str | None:
-    return error.field if isinstance(error, AskError) else None
+    return error.field if isinstance(error, BadRequestError) else None
 
 
 def code_of(error: M2ForgeError) -> str | None:
     if isinstance(error, HTTPError) and error.status == 429:
         return TOO_FAST
-    return error.code if isinstance(error, AskError) else None
+    return error.code if isinstance(error, BadRequestError) else None
 
 
 def error_headers(error: M2ForgeError) -> Pairs:

@@ -26,7 +26,7 @@ from m2forge.gateway.calls.body import (
     read_body,
 )
 from m2forge.gateway.config import GatewayConfig
-from m2forge.gateway.dialects.types import AskError
+from m2forge.gateway.dialects.types import BadRequestError
 from m2forge.gateway.http.limits import HTTPError
 from m2forge.text.format import ChatFormat
 from m2forge.text.tokenizer import Tokenizer, UnencodedError, pre_encoded
@@ -43,14 +43,14 @@ def make_setup(format: ChatFormat, max_items: int = 4096) -> Setup:
 
 def read_here(setup: Setup, path: str, body: bytes) -> Read:
     read = read_body(setup, path, body)
-    if setup.sizes.needs_count(read.ask, len(body)):
-        check_text(setup, path, read.ask)
+    if setup.sizes.needs_count(read.request, len(body)):
+        check_text(setup, path, read.request)
     return read
 
 
 def error_fields(error: M2ForgeError) -> tuple[object, ...]:
     status = error.status if isinstance(error, HTTPError) else None
-    return type(error), str(error), status, error.field if isinstance(error, AskError) else None
+    return type(error), str(error), status, error.field if isinstance(error, BadRequestError) else None
 
 
 def test_a_body_is_large_by_its_bytes_or_its_json_values() -> None:

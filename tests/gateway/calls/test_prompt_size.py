@@ -11,7 +11,7 @@ import pytest
 
 from m2forge.gateway.calls.body import PromptSizes, measure_overhead
 from m2forge.gateway.config import Budget
-from m2forge.gateway.dialects.types import Ask, AskError
+from m2forge.gateway.dialects.types import BadRequestError, CompletionRequest
 from m2forge.gateway.episodes.episode import ClosedError
 from m2forge.gateway.episodes.registry import Episodes
 from m2forge.gateway.history.turn import Turn, keeps_thinking
@@ -102,28 +102,30 @@ def test_long_words_may_fit() -> None:
     assert len(tokenizer.encode(text)) < 1000
     sizes = PromptSizes.of(format, 1000, 100)
 
-    def check(ask: Ask) -> None:
-        sizes.check_counts(ask)
-        if sizes.needs_count(ask, 100_000):
-            sizes.check_text(ask)
+    def check(request: CompletionRequest) -> None:
+        sizes.check_counts(request)
+        if sizes.needs_count(request, 100_000):
+            sizes.check_text(request)
 
-    check(Ask((Message("user", text),)))
-    check(Ask((), prompt=text))
-    check(Ask((), prompt=tuple(range(100)) * 10))
+    check(CompletionRequest((Message("user", text),)))
+    check(CompletionRequest((), prompt=text))
+    check(CompletionRequest((), prompt=tuple(range(100)) * 10))
     for long in (
-        Ask((Message("user", 2 * text),)),
-        Ask((Message("user", text), Message("assistant", "a", text), Message("user", "x"))),
-        Ask((Message("user", "x"),), (Tool("f", 2 * text),)),
-        Ask((Message("user", "x"),), (Tool(2 * text),)),
-        Ask((Message("user", "x"), Message("assistant", "", "", (ToolCall(2 * text, {}),)), Message("tool", "y"))),
-        Ask((Message("user", "x"),), (Tool("f", "", {"type": "object", "description": 2 * text}),)),
-        Ask((), prompt=2 * text),
-        Ask((), prompt=tuple(range(100)) * 11),
+        CompletionRequest((Message("user", 2 * text),)),
+        CompletionRequest((Message("user", text), Message("assistant", "a", text), Message("user", "x"))),
+        CompletionRequest((Message("user", "x"),), (Tool("f", 2 * text),)),
+        CompletionRequest((Message("user", "x"),), (Tool(2 * text),)),
+        CompletionRequest(
+            (Message("user", "x"), Message("assistant", "", "", (ToolCall(2 * text, {}),)), Message("tool", "y"))
+        ),
+        CompletionRequest((Message("user", "x"),), (Tool("f", "", {"type": "object", "description": 2 * text}),)),
+        CompletionRequest((), prompt=2 * text),
+        CompletionRequest((), prompt=tuple(range(100)) * 11),
     ):
-        with pytest.raises(AskError, match="the context 1000"):
+        with pytest.raises(BadRequestError, match="the context 1000"):
             check(long)
     # The same asked in a body that is short for the context is not looked at.
-    assert not sizes.needs_count(Ask((), prompt=2 * text), 8000)
+    assert not sizes.needs_count(CompletionRequest((), prompt=2 * text), 8000)
 
 
 def test_counting_keeps_no_more_than_the_last_prompt() -> None:
@@ -194,23 +196,23 @@ def test_the_number_of_items_is_bounded_by_the_context() -> None:
     # As many messages as the context can hold are no reason to refuse; one limit or the other refuses more.
     sizes = PromptSizes.of(format, 100_000, None)
     messages = [Message("user", "a")] * (100_000 // sizes.overhead["user"])
-    sizes.check_counts(Ask(tuple(messages)))
-    with pytest.raises(AskError):
-        sizes.check_counts(Ask((*messages, *messages)))
+    sizes.check_counts(CompletionRequest(tuple(messages)))
+    with pytest.raises(BadRequestError):
+        sizes.check_counts(CompletionRequest((*messages, *messages)))
     tools = tuple(Tool(f"f{number}") for number in range(2000))
-    with pytest.raises(AskError, match="max_items"):
-        PromptSizes.of(format, 1000, None).check_counts(Ask((Message("user", "a"),), tools))
+    with pytest.raises(BadRequestError, match="max_items"):
+        PromptSizes.of(format, 1000, None).check_counts(CompletionRequest((Message("user", "a"),), tools))
     assert PromptSizes.of(format, 1000, 7).max_items == 7
 
 
 def test_tools_that_the_model_is_not_shown_count_nowhere() -> None:
     sizes = PromptSizes.of(minimax(), 1000, 1024)
     tools = tuple(Tool(f"f{number}", "some words " * 20) for number in range(2000))
-    ask = Ask((Message("user", "a"),), tools, tool_choice="none")
-    sizes.check_counts(ask)
-    sizes.check_text(ask)
-    assert not sizes.needs_count(ask, 1 << 20)
-    shown = Ask(ask.messages, tools[:1000])
+    request = CompletionRequest((Message("user", "a"),), tools, tool_choice="none")
+    sizes.check_counts(request)
+    sizes.check_text(request)
+    assert not sizes.needs_count(request, 1 << 20)
+    shown = CompletionRequest(request.messages, tools[:1000])
     assert sizes.needs_count(shown, 1 << 20)
-    with pytest.raises(AskError):
+    with pytest.raises(BadRequestError):
         sizes.check_text(shown)

@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk, completion_cr
 from openai.types.shared import ErrorObject
 
 from m2forge.gateway.dialects.openai.chat import ALLOWED, NOTED, READ, REFUSED, OpenAIChat
-from m2forge.gateway.dialects.types import Ask, Ending, Notice, TokenLogprob, Usage
+from m2forge.gateway.dialects.types import CompletionRequest, Ending, Notice, TokenLogprob, Usage
 from m2forge.records import JsonValue
 from m2forge.text.message import Message, ToolCall
 from tests.gateway.dialects.dialect_contract import Adapter, Body, ErrorCase, FieldTable, Heard, Received
@@ -165,11 +165,16 @@ OPENAI_ERRORS = (
 )
 
 
-def write_settings(ask: Ask) -> Body:
+def write_settings(request: CompletionRequest) -> Body:
     """The fields that Chat Completions and Completions share."""
-    logprobs: JsonValue = None if ask.num_top_logprobs is None else ask.num_top_logprobs
-    body: Body = {"model": ask.model, "stop": list(ask.stop_texts), "seed": ask.seed, "n": ask.num_samples}
-    return body | {"stream": ask.is_streamed, "logprobs": logprobs} | dataclasses.asdict(ask.sampling)
+    logprobs: JsonValue = None if request.num_top_logprobs is None else request.num_top_logprobs
+    body: Body = {
+        "model": request.model,
+        "stop": list(request.stop_texts),
+        "seed": request.seed,
+        "n": request.num_samples,
+    }
+    return body | {"stream": request.is_streamed, "logprobs": logprobs} | dataclasses.asdict(request.sampling)
 
 
 def openai_details(error: Any) -> tuple[str, str | None, str | None]:
@@ -229,17 +234,20 @@ class ChatAdapter(Adapter):
         self.completions: Any = client.chat.completions
         self.wire = wire
 
-    def write(self, ask: Ask) -> Body:
+    def write(self, request: CompletionRequest) -> Body:
         tools: list[JsonValue] = [
             {
                 "type": "function",
                 "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
             }
-            for tool in ask.tools
+            for tool in request.tools
         ]
-        settings = write_settings(ask) | {"max_completion_tokens": ask.max_tokens, "tool_choice": ask.tool_choice}
-        settings["logprobs"] = ask.num_top_logprobs is not None
-        return settings | {"messages": [_write_message(message) for message in ask.messages], "tools": tools}
+        settings = write_settings(request) | {
+            "max_completion_tokens": request.max_tokens,
+            "tool_choice": request.tool_choice,
+        }
+        settings["logprobs"] = request.num_top_logprobs is not None
+        return settings | {"messages": [_write_message(message) for message in request.messages], "tools": tools}
 
     def write_call(self, arguments: JsonValue) -> Body:
         call = CALL | {"function": {"name": "look", "arguments": arguments}}
@@ -284,8 +292,8 @@ class ChatAdapter(Adapter):
     def token(self, token: TokenLogprob) -> object:
         return token.text, token.text.decode(errors="replace"), finite(token.logprob)
 
-    def has_streamed_usage(self, ask: Ask) -> bool:
-        return bool(ask.echo.get("include_usage"))
+    def has_streamed_usage(self, request: CompletionRequest) -> bool:
+        return bool(request.echo.get("include_usage"))
 
     def _received(self, completion: Any) -> Received:
         assert [choice.index for choice in completion.choices] == list(range(len(completion.choices)))

@@ -11,7 +11,7 @@ from openai.types import Completion as SdkCompletion
 from openai.types import completion_create_params
 
 from m2forge.gateway.dialects.openai.completions import ALLOWED, READ, OpenAICompletions
-from m2forge.gateway.dialects.types import Ask, Ending, TokenLogprob
+from m2forge.gateway.dialects.types import CompletionRequest, Ending, TokenLogprob
 from m2forge.records import JsonValue
 from tests.gateway.dialects.adapter_chat import OPENAI_ERRORS, finite, openai_details, usage_of, write_settings
 from tests.gateway.dialects.dialect_contract import Adapter, Body, FieldTable, Heard, Received
@@ -114,9 +114,9 @@ class CompletionsAdapter(Adapter):
         self.completions: Any = client.completions
         self.wire = wire
 
-    def write(self, ask: Ask) -> Body:
-        prompt = ask.prompt if isinstance(ask.prompt, str) else list(ask.prompt or ())
-        return write_settings(ask) | {"prompt": prompt, "max_tokens": ask.max_tokens}
+    def write(self, request: CompletionRequest) -> Body:
+        prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt or ())
+        return write_settings(request) | {"prompt": prompt, "max_tokens": request.max_tokens}
 
     def whole(self, options: Mapping[str, Any]) -> Received:
         kept = {name: value for name, value in options.items() if name != "stream_options"}
@@ -168,8 +168,8 @@ class CompletionsAdapter(Adapter):
     def token(self, token: TokenLogprob) -> object:
         return token.text.decode(errors="replace"), finite(token.logprob)
 
-    def has_streamed_usage(self, ask: Ask) -> bool:
-        return bool(ask.echo.get("include_usage"))
+    def has_streamed_usage(self, request: CompletionRequest) -> bool:
+        return bool(request.echo.get("include_usage"))
 
 
 GOES_ON = '"finish_reason": "stop"'

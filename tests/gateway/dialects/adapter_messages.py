@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from m2forge.gateway.dialects.anthropic.messages import ALLOWED, READ, REFUSED, AnthropicMessages
 from m2forge.gateway.dialects.opaque_thinking import decode_thinking
-from m2forge.gateway.dialects.types import Ask, Ending, Notice, Usage
+from m2forge.gateway.dialects.types import CompletionRequest, Ending, Notice, Usage
 from m2forge.records import JsonValue
 from m2forge.text.message import Message, ToolCall
 from tests.gateway.anthropic_client import named_events_of
@@ -214,21 +214,26 @@ class MessagesAdapter(Adapter):
         self.wire = wire
 
     @property
-    def reads(self) -> Sequence[Callable[[Body], Ask]]:
+    def reads(self) -> Sequence[Callable[[Body], CompletionRequest]]:
         dialect = AnthropicMessages()
         return [dialect.read, dialect.read_count]
 
-    def write(self, ask: Ask) -> Body:
-        messages, body = ask.messages, Body(model=ask.model)
+    def write(self, request: CompletionRequest) -> Body:
+        messages, body = request.messages, Body(model=request.model)
         if messages and messages[0].role == "system":
             body["system"], messages = messages[0].content, messages[1:]
         tools: list[JsonValue] = [
-            {"name": tool.name, "description": tool.description, "input_schema": tool.parameters} for tool in ask.tools
+            {"name": tool.name, "description": tool.description, "input_schema": tool.parameters}
+            for tool in request.tools
         ]
         body |= {"messages": [_write_message(message) for message in messages], "tools": tools}
-        body |= {"max_tokens": ask.max_tokens, "stop_sequences": list(ask.stop_texts), "stream": ask.is_streamed}
-        body |= {name: getattr(ask.sampling, name) for name in self.sampling}
-        return body | {"tool_choice": {"type": ask.tool_choice}}
+        body |= {
+            "max_tokens": request.max_tokens,
+            "stop_sequences": list(request.stop_texts),
+            "stream": request.is_streamed,
+        }
+        body |= {name: getattr(request.sampling, name) for name in self.sampling}
+        return body | {"tool_choice": {"type": request.tool_choice}}
 
     def write_call(self, arguments: JsonValue) -> Body:
         return BODY | {"messages": [USER, {"role": "assistant", "content": [USE | {"input": arguments}]}, USER]}

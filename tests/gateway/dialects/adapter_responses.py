@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from m2forge.gateway.dialects.opaque_thinking import encode_thinking
 from m2forge.gateway.dialects.openai.responses import OpenAIResponses
 from m2forge.gateway.dialects.openai.responses_input import ALLOWED, READ, REFUSED
-from m2forge.gateway.dialects.types import Ask, Ending, Notice, Usage
+from m2forge.gateway.dialects.types import CompletionRequest, Ending, Notice, Usage
 from m2forge.records import JsonValue
 from m2forge.text.message import Message, ToolCall
 from tests.gateway.anthropic_client import named_events_of
@@ -263,19 +263,23 @@ class ResponsesAdapter(Adapter):
         self.responses: Any = client.responses
         self.wire = wire
 
-    def write(self, ask: Ask) -> Body:
-        messages, instructions = ask.messages, None
+    def write(self, request: CompletionRequest) -> Body:
+        messages, instructions = request.messages, None
         if messages and messages[0].role == "system":
             instructions, messages = messages[0].content, messages[1:]
         items: list[JsonValue] = [item for message in messages for item in _write_items(message)]
         tools: list[JsonValue] = [
             {"type": "function", "name": tool.name, "description": tool.description, "parameters": tool.parameters}
-            for tool in ask.tools
+            for tool in request.tools
         ]
-        body: Body = {"model": ask.model, "instructions": instructions, "input": items, "tools": tools}
-        body |= {"max_output_tokens": ask.max_tokens, "stream": ask.is_streamed, "tool_choice": ask.tool_choice}
-        body["include"] = [] if ask.num_top_logprobs is None else [LOGPROBS]
-        return body | dataclasses.asdict(ask.sampling)
+        body: Body = {"model": request.model, "instructions": instructions, "input": items, "tools": tools}
+        body |= {
+            "max_output_tokens": request.max_tokens,
+            "stream": request.is_streamed,
+            "tool_choice": request.tool_choice,
+        }
+        body["include"] = [] if request.num_top_logprobs is None else [LOGPROBS]
+        return body | dataclasses.asdict(request.sampling)
 
     def write_call(self, arguments: JsonValue) -> Body:
         return BODY | {"input": [USER, CALL | {"arguments": arguments}]}

@@ -19,11 +19,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.gateway.dialects.conversation import REMINDER
-from m2forge.gateway.dialects.types import Answer, Ask, AskError, Dialect, Ending, Notice, TokenLogprob, Usage
+from m2forge.gateway.dialects.types import (
+    BadRequestError,
+    CompletionOutput,
+    CompletionRequest,
+    Dialect,
+    Ending,
+    Notice,
+    TokenLogprob,
+    Usage,
+)
 from m2forge.records import JsonValue, Sampling
 from m2forge.text.message import Message, Tool, ToolCall
 from m2forge.text.parser import CallFinished, CallStarted, Completion, ContentDelta, Event, ThinkingDelta
-from tests.gateway.dialects.draw_answer import answer_lists, answers, arguments, arrivals, json_values, play, usages
+from tests.gateway.dialects.draw_output import arguments, arrivals, json_values, output_lists, outputs, play, usages
 from tests.gateway.mutate import mutated
 from tests.gateway.openai_client import Wire, streamed
 
@@ -108,7 +117,7 @@ class Adapter(ABC):
     prompt_field: ClassVar[str]
     """The field that holds the prompt or the conversation."""
     settings: ClassVar[AbstractSet[str]]
-    """Fields of `Ask`, besides model, max_tokens, sampling and is_streamed, that a request can set."""
+    """Fields of `CompletionRequest`, besides model, max_tokens, sampling and is_streamed, that a request can set."""
     sampling: ClassVar[AbstractSet[str]] = frozenset(Sampling.__dataclass_fields__)
     noted: ClassVar[Sequence[tuple[Body, Sequence[Notice]]]] = ()
     """Changes of `body` that are not honoured, and what the client is told."""
@@ -127,7 +136,7 @@ class Adapter(ABC):
     wire: Wire
 
     @property
-    def reads(self) -> Sequence[Callable[[Body], Ask]]:
+    def reads(self) -> Sequence[Callable[[Body], CompletionRequest]]:
         """Everything that reads a request."""
         return [self.dialect.read]
 
@@ -140,17 +149,17 @@ class Adapter(ABC):
     def has_samples(self) -> bool:
         return "num_samples" in self.settings
 
-    def read(self, **changes: JsonValue) -> Ask:
+    def read(self, **changes: JsonValue) -> CompletionRequest:
         return self.dialect.read(self.body | changes)
 
-    def refuse(self, **changes: JsonValue) -> AskError:
-        with pytest.raises(AskError) as caught:
+    def refuse(self, **changes: JsonValue) -> BadRequestError:
+        with pytest.raises(BadRequestError) as caught:
             self.read(**changes)
         return caught.value
 
     @abstractmethod
-    def write(self, ask: Ask) -> Body:
-        """The request, results in the order in which they stand in `ask.messages`."""
+    def write(self, request: CompletionRequest) -> Body:
+        """The request, results in the order in which they stand in `request.messages`."""
 
     def write_call(self, arguments: JsonValue) -> Body:
         """A conversation whose second message is a call with these arguments as the dialect writes them."""
@@ -188,7 +197,7 @@ class Adapter(ABC):
         """A sampled token as this vendor's client shows it."""
         raise NotImplementedError
 
-    def has_streamed_usage(self, ask: Ask) -> bool:
+    def has_streamed_usage(self, request: CompletionRequest) -> bool:
         return True
 
 
@@ -196,35 +205,39 @@ Check = Callable[[Adapter], None]
 
 
 def serve(
-    case: Adapter, answers: Sequence[Answer], usage: Usage = USAGE, pieces: Arrivals = (), num_bytes: int = 10**6
-) -> list[Ask]:
+    case: Adapter,
+    outputs: Sequence[CompletionOutput],
+    usage: Usage = USAGE,
+    pieces: Arrivals = (),
+    num_bytes: int = 10**6,
+) -> list[CompletionRequest]:
     """Answer every request of the client alike; returns the list that the requests are appended to."""
-    asks: list[Ask] = []
+    requests: list[CompletionRequest] = []
 
     def handle(body: Mapping[str, JsonValue]) -> httpx2.Response:
-        ask = case.dialect.read(body)
-        asks.append(ask)
-        if not ask.is_streamed:
-            text = json.dumps(case.dialect.answer(ask, ID, CREATED_S, answers, usage), allow_nan=False)
+        request = case.dialect.read(body)
+        requests.append(request)
+        if not request.is_streamed:
+            text = json.dumps(case.dialect.response(request, ID, CREATED_S, outputs, usage), allow_nan=False)
             case.validate(text)
             return httpx2.Response(200, content=text, headers={"content-type": "application/json"})
-        stream = b"".join(play(case.dialect.stream(ask, ID, CREATED_S), answers, pieces, usage))
+        stream = b"".join(play(case.dialect.stream(request, ID, CREATED_S), outputs, pieces, usage))
         case.validate_events(stream)
         # Packets end anywhere, also inside an event.
         return streamed(stream[start : start + num_bytes] for start in range(0, len(stream), num_bytes))
 
     case.wire.handle = handle
-    return asks
+    return requests
 
 
-def said(content: str, ending: Ending = Ending.STOP) -> Answer:
+def said(content: str, ending: Ending = Ending.STOP) -> CompletionOutput:
     stop_text = "END" if ending is Ending.STOP_TEXT else None
-    return Answer(Completion("", content, (), (), closed=True), ending, stop_text)
+    return CompletionOutput(Completion("", content, (), (), closed=True), ending, stop_text)
 
 
-def drawn_answers(case: Adapter) -> st.SearchStrategy[list[Answer]]:
+def drawn_outputs(case: Adapter) -> st.SearchStrategy[list[CompletionOutput]]:
     is_raw = not case.has_messages
-    return answer_lists(is_raw=is_raw) if case.has_samples else answers(is_raw=is_raw).map(lambda one: [one])
+    return output_lists(is_raw=is_raw) if case.has_samples else outputs(is_raw=is_raw).map(lambda one: [one])
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
@@ -298,7 +311,7 @@ def with_results_shuffled(draw: st.DrawFn, messages: Sequence[Message]) -> tuple
 
 
 @st.composite
-def asks(draw: st.DrawFn, case: Adapter) -> Ask:
+def requests(draw: st.DrawFn, case: Adapter) -> CompletionRequest:
     """Anything that a request of the dialect can say."""
     numbers: dict[str, st.SearchStrategy[Any]] = {
         "temperature": st.floats(0, case.max_temperature),
@@ -321,7 +334,7 @@ def asks(draw: st.DrawFn, case: Adapter) -> Ask:
         "num_samples": st.integers(1, 500),
         "num_top_logprobs": st.sampled_from([None, 0]),
     }
-    return Ask(
+    return CompletionRequest(
         model=draw(texts),
         max_tokens=draw(st.integers(1, 2**31 - 1)),
         sampling=Sampling(**{name: draw(numbers[name]) for name in numbers if name in case.sampling}),
@@ -333,18 +346,18 @@ def asks(draw: st.DrawFn, case: Adapter) -> Ask:
 @given(data=st.data())
 def check_a_request_is_read_as_it_was_meant(case: Adapter, data: st.DataObject) -> None:
     """Messages, tools, sampling, stop texts, limits: all arrive; results come in any order and are sorted."""
-    ask = data.draw(asks(case))
-    sent = replace(ask, messages=data.draw(with_results_shuffled(ask.messages)))
+    request = data.draw(requests(case))
+    sent = replace(request, messages=data.draw(with_results_shuffled(request.messages)))
     read = case.dialect.read(json.loads(json.dumps(case.write(sent))))
-    assert replace(read, echo={}, requested_sampling=frozenset()) == ask
+    assert replace(read, echo={}, requested_sampling=frozenset()) == request
 
 
 def check_what_is_not_honoured_is_noted(case: Adapter) -> None:
     assert case.read().notices == ()
     for changes, notices in case.noted:
-        ask = case.read(**changes)
-        assert ask.notices == tuple(notices), changes
-        assert ask.tool_choice == "auto"
+        request = case.read(**changes)
+        assert request.notices == tuple(notices), changes
+        assert request.tool_choice == "auto"
 
 
 def check_system_messages_keep_their_positions(case: Adapter) -> None:
@@ -359,9 +372,9 @@ def check_system_messages_keep_their_positions(case: Adapter) -> None:
         ((one, user, two, user), (one, user, Message("user", REMINDER.format(two.content)), user)),
     ]
     for sent, expected in cases:
-        ask = case.dialect.read(case.write(Ask(sent, model="m2", max_tokens=9)))
-        assert ask.messages == expected
-        assert ask.notices == (() if len(expected) == 2 else (Notice.SYSTEM_TURN,))
+        request = case.dialect.read(case.write(CompletionRequest(sent, model="m2", max_tokens=9)))
+        assert request.messages == expected
+        assert request.notices == (() if len(expected) == 2 else (Notice.SYSTEM_TURN,))
 
 
 def check_every_call_needs_its_one_result(case: Adapter) -> None:
@@ -378,8 +391,8 @@ def check_every_call_needs_its_one_result(case: Adapter) -> None:
         ([one, user], "'call_1'"),
     ]
     for messages, reason in cases:
-        with pytest.raises(AskError, match=reason) as caught:
-            case.dialect.read(case.write(Ask(tuple(messages), model="m2", max_tokens=9)))
+        with pytest.raises(BadRequestError, match=reason) as caught:
+            case.dialect.read(case.write(CompletionRequest(tuple(messages), model="m2", max_tokens=9)))
         is_missing = "has no result" in reason
         assert (caught.value.field or "").startswith(case.prompt_field if is_missing else f"{case.prompt_field}[")
         assert not is_missing or caught.value.field == case.prompt_field
@@ -387,19 +400,19 @@ def check_every_call_needs_its_one_result(case: Adapter) -> None:
 
 def check_arguments_that_are_no_object_are_refused(case: Adapter) -> None:
     for value in case.bad_arguments:
-        with pytest.raises(AskError) as caught:
+        with pytest.raises(BadRequestError) as caught:
             case.dialect.read(case.write_call(value))
         assert caught.value.field == case.arguments_path, value
         assert len(str(caught.value)) < 300
 
 
 def read_or_refuse(case: Adapter, body: Body) -> None:
-    """Nothing but `AskError` is raised, and its message stays short."""
+    """Nothing but `BadRequestError` is raised, and its message stays short."""
     for read in case.reads:
         message = ""
         try:
             read(body)
-        except AskError as error:
+        except BadRequestError as error:
             message = str(error)
         assert len(message.encode()) < MAX_ERROR_BYTES
 
@@ -440,41 +453,41 @@ def check_an_answer_is_the_same_whole_streamed_and_resent(
     case: Adapter, data: st.DataObject, usage: Usage, num_bytes: int
 ) -> None:
     """However the text is cut into pieces, the samples interleaved, and the bytes cut into packets."""
-    answers = data.draw(drawn_answers(case))
-    options = data.draw(case.options) | ({"n": len(answers)} if case.has_samples else {})
+    outputs = data.draw(drawn_outputs(case))
+    options = data.draw(case.options) | ({"n": len(outputs)} if case.has_samples else {})
     usage = replace(usage, num_cached=min(usage.num_cached, usage.num_prompt))
-    asks = serve(case, answers, usage, data.draw(arrivals(answers)), num_bytes)
+    requests = serve(case, outputs, usage, data.draw(arrivals(outputs)), num_bytes)
     whole, streamed = case.whole(options), case.streamed(options)
-    assert [ask.is_streamed for ask in asks] == [False, True]
-    has_tokens = asks[0].num_top_logprobs is not None and case.shows_every_token
-    heard = tuple(_heard(case, answer, has_tokens=has_tokens) for answer in answers)
+    assert [request.is_streamed for request in requests] == [False, True]
+    has_tokens = requests[0].num_top_logprobs is not None and case.shows_every_token
+    heard = tuple(_heard(case, output, has_tokens=has_tokens) for output in outputs)
     expected = Received(ID, "m2", CREATED_S if case.has_created else None, heard, usage)
     assert whole == expected
     # A stream without tokens does not show that logprobs were asked for.
     assert [one.logprobs or () for one in streamed.completions] == [one.logprobs or () for one in heard]
     sent = tuple(replace(one, logprobs=same.logprobs) for one, same in zip(streamed.completions, heard, strict=True))
-    has_usage = case.has_streamed_usage(asks[1])
+    has_usage = case.has_streamed_usage(requests[1])
     assert replace(streamed, completions=sent) == replace(expected, usage=usage if has_usage else None)
     if case.has_messages:
-        _check_resent(case, data, answers[0], [one.completions[0].turn for one in (whole, streamed)])
+        _check_resent(case, data, outputs[0], [one.completions[0].turn for one in (whole, streamed)])
 
 
-def _heard(case: Adapter, answer: Answer, *, has_tokens: bool) -> Heard:
-    completion, reason = answer.completion, case.finish_reasons[answer.ending]
-    tokens = tuple(map(case.token, answer.logprobs)) if has_tokens else None
+def _heard(case: Adapter, output: CompletionOutput, *, has_tokens: bool) -> Heard:
+    completion, reason = output.completion, case.finish_reasons[output.ending]
+    tokens = tuple(map(case.token, output.logprobs)) if has_tokens else None
     return Heard(completion.thinking, completion.content, completion.tool_calls, reason, tokens)
 
 
-def _check_resent(case: Adapter, data: st.DataObject, answer: Answer, turns: Sequence[object]) -> None:
+def _check_resent(case: Adapter, data: st.DataObject, output: CompletionOutput, turns: Sequence[object]) -> None:
     """A turn that the client sends back is the sampled message, and results, in any order, are sorted."""
-    asks = serve(case, [said("So.")])
-    results = [(call.id, f"result {index}") for index, call in enumerate(answer.completion.tool_calls)]
+    requests = serve(case, [said("So.")])
+    results = [(call.id, f"result {index}") for index, call in enumerate(output.completion.tool_calls)]
     sent = data.draw(st.permutations(results))
     for turn in turns:
         case.resend(turn, sent)
-        assert asks[-1].messages == (
+        assert requests[-1].messages == (
             Message("user", "Hi"),
-            answer.completion.message(),
+            output.completion.message(),
             *(Message("tool", text, tool_call_id=id) for id, text in results),
             Message("user", "Hi"),
         )
@@ -482,10 +495,10 @@ def _check_resent(case: Adapter, data: st.DataObject, answer: Answer, turns: Seq
 
 def check_text_after_a_call_comes_back_as_one_content(case: Adapter) -> None:
     call = ToolCall("look", {"at": 3}, "call_1")
-    answer = Answer(Completion("", "So. Yes.", (call,), (), closed=True), Ending.TOOL_CALLS)
-    asks = serve(case, [answer], USAGE, [(0, [ContentDelta("So."), CallFinished(call), ContentDelta(" Yes.")], [])])
+    output = CompletionOutput(Completion("", "So. Yes.", (call,), (), closed=True), Ending.TOOL_CALLS)
+    requests = serve(case, [output], USAGE, [(0, [ContentDelta("So."), CallFinished(call), ContentDelta(" Yes.")], [])])
     case.resend(case.streamed({}).completions[0].turn, [("call_1", "A cat.")])
-    assert asks[-1].messages[1] == answer.completion.message()
+    assert requests[-1].messages[1] == output.completion.message()
 
 
 def check_a_call_that_never_finished_is_not_sent(case: Adapter) -> None:

@@ -11,24 +11,24 @@ from hypothesis import strategies as st
 from m2forge.gateway.dialects.anthropic import messages as block_reader
 from m2forge.gateway.dialects.anthropic.messages import COUNT_FIELDS, TOOL_FIELDS, AnthropicMessages
 from m2forge.gateway.dialects.opaque_thinking import encode_thinking, sign
-from m2forge.gateway.dialects.types import Answer, Ask, AskError, Ending, callable_tools
+from m2forge.gateway.dialects.types import BadRequestError, CompletionOutput, CompletionRequest, Ending, callable_tools
 from m2forge.records import JsonValue
 from m2forge.text.message import Message, ToolCall
 from m2forge.text.parser import CallFinished, Completion, ContentDelta, Event, ThinkingDelta
 from tests.gateway.anthropic_client import connected, named_events_of
 from tests.gateway.dialects.adapter_messages import BODY, CALLED, DISPLAYS, IMAGE, RESULT, TOOL, USE, USER
 from tests.gateway.dialects.dialect_contract import USAGE, Arrivals, Body
-from tests.gateway.dialects.draw_answer import answers, arrivals, play
+from tests.gateway.dialects.draw_output import arrivals, outputs, play
 
 DIALECT = AnthropicMessages()
 
 
-def read(**changes: JsonValue) -> Ask:
+def read(**changes: JsonValue) -> CompletionRequest:
     return DIALECT.read(BODY | changes)
 
 
-def refused(**changes: JsonValue) -> AskError:
-    with pytest.raises(AskError) as caught:
+def refused(**changes: JsonValue) -> BadRequestError:
+    with pytest.raises(BadRequestError) as caught:
         read(**changes)
     return caught.value
 
@@ -37,7 +37,7 @@ def said(*messages: Body) -> tuple[Message, ...]:
     return read(messages=[*messages, USER]).messages[:-1]
 
 
-def block_refused(role: str, block: JsonValue) -> AskError:
+def block_refused(role: str, block: JsonValue) -> BadRequestError:
     before: list[JsonValue] = [CALLED] if role == "user" else []
     return refused(messages=[*before, {"role": role, "content": [block]}, USER])
 
@@ -72,7 +72,7 @@ def test_a_count_is_of_what_would_be_sent() -> None:
     assert (counted.messages, counted.tools, counted.model) == (sent.messages, sent.tools, sent.model)
     wrongs: list[Body] = [{"max_tokens": 5}, {"messages": []}, {"thinking": {"type": "deep"}}, {"workspace_id": ""}]
     for wrong in wrongs:
-        with pytest.raises(AskError):
+        with pytest.raises(BadRequestError):
             DIALECT.read_count(body | wrong)
 
 
@@ -210,8 +210,9 @@ def test_an_images_text_stands_where_the_image_was() -> None:
 
 
 def test_a_whole_answers_text_has_no_citations() -> None:
-    answer = Answer(Completion("", "So.", (), (), closed=True), Ending.STOP)
-    assert DIALECT.answer(Ask(()), "msg_1", 5, [answer], USAGE)["content"] == [{"type": "text", "text": "So."}]
+    output = CompletionOutput(Completion("", "So.", (), (), closed=True), Ending.STOP)
+    body = DIALECT.response(CompletionRequest(()), "msg_1", 5, [output], USAGE)
+    assert body["content"] == [{"type": "text", "text": "So."}]
 
 
 # -- responses --------------------------------------------------------------------------------------------------------
@@ -227,14 +228,14 @@ def test_the_client_reads_a_count() -> None:
 # -- events -----------------------------------------------------------------------------------------------------------
 
 
-def stream_of(answer: Answer, pieces: Arrivals, display: str = "summarized") -> list[dict[str, object]]:
-    stream = DIALECT.stream(Ask((), model="m2", echo={"display": display}), "msg_1", 5)
-    return named_events_of(b"".join(play(stream, [answer], pieces, USAGE)))
+def stream_of(output: CompletionOutput, pieces: Arrivals, display: str = "summarized") -> list[dict[str, object]]:
+    stream = DIALECT.stream(CompletionRequest((), model="m2", echo={"display": display}), "msg_1", 5)
+    return named_events_of(b"".join(play(stream, [output], pieces, USAGE)))
 
 
-@given(st.data(), answers(), st.sampled_from(DISPLAYS))
-def test_blocks_are_told_one_after_the_other(data: st.DataObject, answer: Answer, display: str) -> None:
-    events = stream_of(answer, data.draw(arrivals([answer])), display)
+@given(st.data(), outputs(), st.sampled_from(DISPLAYS))
+def test_blocks_are_told_one_after_the_other(data: st.DataObject, output: CompletionOutput, display: str) -> None:
+    events = stream_of(output, data.draw(arrivals([output])), display)
     started = -1
     is_open = False
     for event in events[1:-2]:
@@ -245,16 +246,17 @@ def test_blocks_are_told_one_after_the_other(data: st.DataObject, answer: Answer
         assert event["index"] == started
         is_open = event["type"] != "content_block_stop"
     assert not is_open
-    whole: Any = DIALECT.answer(Ask((), echo={"display": display}), "msg_1", 5, [answer], USAGE)["content"]
+    request = CompletionRequest((), echo={"display": display})
+    whole: Any = DIALECT.response(request, "msg_1", 5, [output], USAGE)["content"]
     starts: list[Any] = [event["content_block"] for event in events if event["type"] == "content_block_start"]
     assert [block["type"] for block in starts] == [block["type"] for block in whole]
 
 
 def test_the_events_of_an_answer() -> None:
     call = ToolCall("look", {"at": 3}, "toolu_1")
-    answer = Answer(Completion("Hm.", "So. Yes.", (call,), (), closed=True), Ending.TOOL_CALLS)
+    output = CompletionOutput(Completion("Hm.", "So. Yes.", (call,), (), closed=True), Ending.TOOL_CALLS)
     events: list[Event] = [ThinkingDelta("Hm."), ContentDelta("So."), CallFinished(call), ContentDelta(" Yes.")]
-    whole = stream_of(answer, [(0, [event], []) for event in events])
+    whole = stream_of(output, [(0, [event], []) for event in events])
     assert [
         (event["type"], *(event[key] for key in ("index", "content_block", "delta") if key in event))
         for event in whole[1:]

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from m2forge.gateway.dialects.conversation import REMINDER, Conversation, answer_format, place_instructions
-from m2forge.gateway.dialects.types import READ_DEFAULTS, AskError, Notice, Reading
+from m2forge.gateway.dialects.conversation import REMINDER, Conversation, format_instruction, place_instructions
+from m2forge.gateway.dialects.types import READ_DEFAULTS, BadRequestError, Notice, Reading
 from m2forge.text.message import Message, ToolCall
 
 HO = Message("assistant", "Ho")
@@ -98,7 +98,7 @@ def test_a_call_without_its_result_is_refused() -> None:
     conversation.call(ONE)
     conversation.call(TWO)
     conversation.answer_call("call_2", "2", "")
-    with pytest.raises(AskError, match="'call_1' has no result") as caught:
+    with pytest.raises(BadRequestError, match="'call_1' has no result") as caught:
         conversation.messages("input")
     assert caught.value.field == "input"
 
@@ -111,7 +111,7 @@ def test_a_result_without_its_call_is_refused(is_interrupted: bool) -> None:
         conversation.say("user", "Stop.")
     else:
         conversation.answer_call("call_1", "1", "here")
-    with pytest.raises(AskError) as caught:
+    with pytest.raises(BadRequestError) as caught:
         conversation.answer_call("call_1", "1", "there")
     assert caught.value.field == "there"
 
@@ -129,9 +129,9 @@ def test_system_messages_in_a_row_are_one() -> None:
     )
 
 
-def place(*messages: Message, answer_format: str = "") -> tuple[tuple[Message, ...], tuple[Notice, ...]]:
+def place(*messages: Message, format_instruction: str = "") -> tuple[tuple[Message, ...], tuple[Notice, ...]]:
     reading = Reading(READ_DEFAULTS)
-    reading.answer_format = answer_format
+    reading.format_instruction = format_instruction
     return place_instructions(messages, reading), reading.notices
 
 
@@ -144,12 +144,12 @@ def test_a_later_system_message_is_a_turn_in_its_position() -> None:
 
 
 def test_an_answers_form_stands_once_in_the_first_message() -> None:
-    form = answer_format({"type": "object"}, "A count")
+    form = format_instruction({"type": "object"}, "A count")
     assert form.endswith('nothing else (A count):\n{"type": "object"}')
     system, hi = Message("system", "Be brief."), Message("user", "Hi")
-    assert place(system, hi, HO, answer_format=form)[0] == (Message("system", f"Be brief.\n\n{form}"), hi, HO)
-    assert place(hi, HO, hi, answer_format=form)[0] == (Message("user", f"Hi\n\n{form}"), HO, hi)
-    assert place(HO, hi, answer_format=form)[0] == (Message("system", form), HO, hi)
+    assert place(system, hi, HO, format_instruction=form)[0] == (Message("system", f"Be brief.\n\n{form}"), hi, HO)
+    assert place(hi, HO, hi, format_instruction=form)[0] == (Message("user", f"Hi\n\n{form}"), HO, hi)
+    assert place(HO, hi, format_instruction=form)[0] == (Message("system", form), HO, hi)
 
 
 @pytest.mark.slow

@@ -13,13 +13,22 @@ from openai.types.shared_params import FunctionDefinition
 
 from m2forge.gateway.dialects.openai import chat as openai_message
 from m2forge.gateway.dialects.openai.chat import OpenAIChat
-from m2forge.gateway.dialects.types import Answer, Ask, AskError, Dialect, Ending, ReadOptions, TokenLogprob, Usage
+from m2forge.gateway.dialects.types import (
+    BadRequestError,
+    CompletionOutput,
+    CompletionRequest,
+    Dialect,
+    Ending,
+    ReadOptions,
+    TokenLogprob,
+    Usage,
+)
 from m2forge.records import JsonValue
 from m2forge.text.message import Message, ToolCall
 from m2forge.text.parser import CallFinished, CallStarted, Completion, ContentDelta, Event, ThinkingDelta
 from tests.gateway.dialects.adapter_chat import BODY, CALL, FORMAT, IMAGE, SCHEMA, USER
 from tests.gateway.dialects.dialect_contract import Body
-from tests.gateway.dialects.draw_answer import answers, play
+from tests.gateway.dialects.draw_output import outputs, play
 from tests.gateway.openai_client import events_of
 
 CHAT: Dialect = OpenAIChat()
@@ -27,7 +36,7 @@ ID, CREATED_S = "chatcmpl-1", 1_700_000_000
 USAGE = Usage(num_prompt=10, num_cached=4, num_sampled=7, num_thinking=3)
 
 
-def read(**changes: JsonValue) -> Ask:
+def read(**changes: JsonValue) -> CompletionRequest:
     return OpenAIChat().read(BODY | changes)
 
 
@@ -35,8 +44,8 @@ def said(message: Body, *after: Body) -> Message:
     return read(messages=[message, *after]).messages[0]
 
 
-def refused(**changes: JsonValue) -> AskError:
-    with pytest.raises(AskError) as caught:
+def refused(**changes: JsonValue) -> BadRequestError:
+    with pytest.raises(BadRequestError) as caught:
         read(**changes)
     return caught.value
 
@@ -178,38 +187,39 @@ def test_messages_that_cannot_be_shown_are_refused(message: Body, field: str) ->
     assert refused(messages=[USER, message]).field == f"messages[1].{field}"
 
 
-def ask_for(num_samples: int = 1, **changes: JsonValue) -> Ask:
+def request_for(num_samples: int = 1, **changes: JsonValue) -> CompletionRequest:
     return CHAT.read({"model": "m2", "messages": [USER], "n": num_samples, **changes})
 
 
-def whole(ask: Ask, answers: Sequence[Answer], usage: Usage = USAGE) -> ChatCompletion:
+def whole(request: CompletionRequest, outputs: Sequence[CompletionOutput], usage: Usage = USAGE) -> ChatCompletion:
     """The answer, as it goes over the wire, taken by the SDK's type."""
-    text = json.dumps(CHAT.answer(ask, ID, CREATED_S, answers, usage), allow_nan=False)
+    text = json.dumps(CHAT.response(request, ID, CREATED_S, outputs, usage), allow_nan=False)
     return ChatCompletion.model_validate_json(text, strict=True)
 
 
-def plain(text: str, ending: Ending = Ending.STOP) -> Answer:
-    return Answer(Completion("", text, (), (), closed=True), ending)
+def plain(text: str, ending: Ending = Ending.STOP) -> CompletionOutput:
+    return CompletionOutput(Completion("", text, (), (), closed=True), ending)
 
 
 # -- responses --------------------------------------------------------------------------------------------------------
 
 
 def test_metadata_and_tier_are_repeated() -> None:
-    parsed = whole(ask_for(metadata={"task": "7"}, service_tier="auto"), [plain("x")])
+    parsed = whole(request_for(metadata={"task": "7"}, service_tier="auto"), [plain("x")])
     assert parsed.metadata == {"task": "7"}
     assert parsed.service_tier == "default"
-    assert whole(ask_for(), [plain("x")]).metadata is None
+    assert whole(request_for(), [plain("x")]).metadata is None
 
 
 def test_empty_content_is_null_beside_calls_alone() -> None:
     call = ToolCall("look", {"at": "Zürich"}, "call_1")
-    message = whole(ask_for(), [Answer(Completion("", "", (call,), (), True), Ending.TOOL_CALLS)]).choices[0].message
+    output = CompletionOutput(Completion("", "", (call,), (), True), Ending.TOOL_CALLS)
+    message = whole(request_for(), [output]).choices[0].message
     assert message.content is None
     assert message.to_dict()["tool_calls"] == [
         {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"at": "Zürich"}'}}
     ]
-    assert whole(ask_for(), [plain("")]).choices[0].message.content == ""
+    assert whole(request_for(), [plain("")]).choices[0].message.content == ""
 
 
 # -- streamed ---------------------------------------------------------------------------------------------------------
@@ -217,13 +227,13 @@ def test_empty_content_is_null_beside_calls_alone() -> None:
 
 def test_a_stream_has_the_order_that_clients_expect() -> None:
     call = ToolCall("look", {"at": 3}, "call_1")
-    answer = Answer(Completion("Hm", "So", (call,), (), closed=True), Ending.TOOL_CALLS)
+    output = CompletionOutput(Completion("Hm", "So", (call,), (), closed=True), Ending.TOOL_CALLS)
     events: list[Event] = [ThinkingDelta("H"), ThinkingDelta("m"), ContentDelta("So"), CallStarted("look")]
-    stream = CHAT.stream(ask_for(stream=True, stream_options={"include_usage": True}), ID, CREATED_S)
+    stream = CHAT.stream(request_for(stream=True, stream_options={"include_usage": True}), ID, CREATED_S)
     bodies = [
         json.loads(event)
         for event in events_of(
-            b"".join(play(stream, [answer], [(0, events, []), (0, [CallFinished(call)], [])], USAGE))
+            b"".join(play(stream, [output], [(0, events, []), (0, [CallFinished(call)], [])], USAGE))
         )[:-1]
     ]
     assert [body["choices"][0]["delta"] for body in bodies[:-1]] == [
@@ -246,14 +256,14 @@ def test_a_stream_has_the_order_that_clients_expect() -> None:
 
 
 def test_roles_come_first_in_the_order_of_choices() -> None:
-    begin = events_of(CHAT.stream(ask_for(3), ID, CREATED_S).begin(10, 4))
+    begin = events_of(CHAT.stream(request_for(3), ID, CREATED_S).begin(10, 4))
     chunks = [ChatCompletionChunk.model_validate_json(event, strict=True) for event in begin]
     assert [chunk.choices[0].index for chunk in chunks] == [0, 1, 2]
     assert {chunk.choices[0].delta.role for chunk in chunks} == {"assistant"}
 
 
 def test_tokens_without_text_still_tell_their_logprobs() -> None:
-    stream = CHAT.stream(ask_for(logprobs=True), ID, CREATED_S)
+    stream = CHAT.stream(request_for(logprobs=True), ID, CREATED_S)
     token = TokenLogprob(b"\xf0\x9f", -0.5, 9)
     (chunk,) = [
         ChatCompletionChunk.model_validate_json(event, strict=True) for event in events_of(stream.piece(0, [], [token]))
@@ -267,7 +277,7 @@ def test_tokens_without_text_still_tell_their_logprobs() -> None:
         "logprob": -0.5,
         "top_logprobs": [],
     }
-    assert CHAT.stream(ask_for(), ID, CREATED_S).piece(0, [], [token]) == b""
+    assert CHAT.stream(request_for(), ID, CREATED_S).piece(0, [], [token]) == b""
 
 
 # -- sent back --------------------------------------------------------------------------------------------------------
@@ -282,10 +292,10 @@ def sent_back(message: dict[str, object]) -> Message:
     return CHAT.read({"model": "m2", "messages": [*history, *results]}).messages[1]
 
 
-@given(answer=answers())
-def test_any_dump_of_a_message_may_be_sent_back(answer: Answer) -> None:
-    message = whole(ask_for(), [answer]).choices[0].message
-    expected = answer.completion.message()
+@given(output=outputs())
+def test_any_dump_of_a_message_may_be_sent_back(output: CompletionOutput) -> None:
+    message = whole(request_for(), [output]).choices[0].message
+    expected = output.completion.message()
     assert sent_back(message.model_dump()) == expected
     assert sent_back(message.model_dump(exclude_none=True)) == expected
     assert sent_back(message.to_dict()) == expected

@@ -11,22 +11,29 @@ from m2forge.gateway.dialects.opaque_thinking import encode_thinking
 from m2forge.gateway.dialects.openai import responses_input as item_reader
 from m2forge.gateway.dialects.openai.responses import OpenAIResponses
 from m2forge.gateway.dialects.openai.responses_input import HIDDEN, TOOL_FIELDS, find_items
-from m2forge.gateway.dialects.types import Answer, Ask, AskError, Ending, ReadOptions, UnknownItemError
+from m2forge.gateway.dialects.types import (
+    BadRequestError,
+    CompletionOutput,
+    CompletionRequest,
+    Ending,
+    ReadOptions,
+    UnknownItemError,
+)
 from m2forge.records import JsonValue
 from m2forge.text.message import Message, ToolCall
 from m2forge.text.parser import CallFinished, Completion
 from tests.gateway.anthropic_client import named_events_of
 from tests.gateway.dialects.adapter_responses import BODY, CALL, CUSTOM, EVENT, NAMESPACE, RESULT, THOUGHT, TOOL, USER
 from tests.gateway.dialects.dialect_contract import USAGE, Body
-from tests.gateway.dialects.draw_answer import play
+from tests.gateway.dialects.draw_output import play
 
 
-def read(**changes: JsonValue) -> Ask:
+def read(**changes: JsonValue) -> CompletionRequest:
     return OpenAIResponses().read(BODY | changes)
 
 
-def refused(**changes: JsonValue) -> AskError:
-    with pytest.raises(AskError) as caught:
+def refused(**changes: JsonValue) -> BadRequestError:
+    with pytest.raises(BadRequestError) as caught:
         read(**changes)
     return caught.value
 
@@ -167,10 +174,10 @@ def test_a_result_is_answered_once() -> None:
 # -- tools that are no functions --------------------------------------------------------------------------------------
 
 
-def offered(name: str, text: str) -> tuple[Ask, Answer]:
-    ask = read(tools=[TOOL, CUSTOM, NAMESPACE])
+def offered(name: str, text: str) -> tuple[CompletionRequest, CompletionOutput]:
+    request = read(tools=[TOOL, CUSTOM, NAMESPACE])
     call = ToolCall(name, {"input": text} if name.endswith("patch") else {"at": 3}, "call_1")
-    return ask, Answer(Completion("", "", (call,), (), closed=True), Ending.TOOL_CALLS)
+    return request, CompletionOutput(Completion("", "", (call,), (), closed=True), Ending.TOOL_CALLS)
 
 
 def test_the_model_is_shown_functions_alone() -> None:
@@ -195,21 +202,21 @@ def test_the_model_is_shown_functions_alone() -> None:
     ],
 )
 def test_a_call_has_the_form_of_its_tool(name: str, kind: str, fields: Body) -> None:
-    ask, answer = offered(name, "*** x\n")
-    whole = OpenAIResponses().answer(ask, "resp_1", 5, [answer], USAGE)
+    request, output = offered(name, "*** x\n")
+    whole = OpenAIResponses().response(request, "resp_1", 5, [output], USAGE)
     (item,) = cast("list[dict[str, JsonValue]]", whole["output"])
     assert item["type"] == kind
     assert fields.items() <= item.items()
     responses.Response.model_validate_json(json.dumps(whole), strict=True)
-    stream = OpenAIResponses().stream(ask, "resp_1", 5)
+    stream = OpenAIResponses().stream(request, "resp_1", 5)
     events = named_events_of(
-        b"".join(play(stream, [answer], [(0, [CallFinished(answer.completion.tool_calls[0])], [])], USAGE))
+        b"".join(play(stream, [output], [(0, [CallFinished(output.completion.tool_calls[0])], [])], USAGE))
     )
     for event in events:
         EVENT.validate_json(json.dumps(event), strict=True)
     assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == [item]
     sent_back = said(USER, item, {"type": f"{kind}_output", "call_id": "call_1", "output": "ok"})
-    assert sent_back[1] == answer.completion.message()
+    assert sent_back[1] == output.completion.message()
 
 
 def test_tools_that_change_within_a_conversation_are_refused() -> None:

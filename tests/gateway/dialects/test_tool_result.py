@@ -2,7 +2,7 @@
 
 import pytest
 
-from m2forge.gateway.dialects.types import AskError, order_results
+from m2forge.gateway.dialects.types import BadRequestError, order_results
 from m2forge.records import JsonValue
 from m2forge.text.message import Message, ToolCall
 
@@ -34,6 +34,6 @@ def test_results_are_put_in_the_order_of_their_calls() -> None:
     ],
 )
 def test_what_is_missing_or_too_much_is_refused(messages: list[Message], reason: str, field: str) -> None:
-    with pytest.raises(AskError, match=reason) as caught:
+    with pytest.raises(BadRequestError, match=reason) as caught:
         order_results(messages, "m")
     assert caught.value.field == field

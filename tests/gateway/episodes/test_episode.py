@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from m2forge.config import build, dump
 from m2forge.errors import ConfigError, ExistsError, FormatError, RecordError
 from m2forge.gateway.config import Budget, GatewayConfig
-from m2forge.gateway.episodes.episode import BudgetError, ClosedError, Episode, Request, RequestState, Sampled
+from m2forge.gateway.episodes.episode import AdmittedRequest, BudgetError, ClosedError, Episode, RequestState, Sampled
 from m2forge.gateway.episodes.journal import JournalError, Rewarded
 from m2forge.gateway.episodes.registry import Episodes
 from m2forge.gateway.history.history import Divergence, Opening
@@ -48,7 +48,7 @@ def answer(
     *texts: str,
     digest: str = "d",
     is_charged: bool = True,
-) -> Request:
+) -> AdmittedRequest:
     """One request, answered with a sample for each text."""
     request, is_retry = episode.admit(digest, num_samples=len(texts))
     assert not is_retry

@@ -14,8 +14,8 @@ import pytest
 from m2forge.gateway.calls import calls
 from m2forge.gateway.calls.sample import Reply, read_reply
 from m2forge.gateway.config import Budget, GatewayConfig
-from m2forge.gateway.dialects.types import Ask
-from m2forge.gateway.episodes.episode import Request, Requests, RequestState
+from m2forge.gateway.dialects.types import CompletionRequest
+from m2forge.gateway.episodes.episode import AdmittedRequest, Requests, RequestState
 from m2forge.gateway.episodes.journal import Answered
 from m2forge.text.message import Message
 from m2forge.text.tokenizer import Tokenizer
@@ -43,10 +43,10 @@ def test_a_repeat_that_is_lost_too_is_told_once_more(monkeypatch: pytest.MonkeyP
     """The same body from a client that sends no header: only the lost connection says that it is a retry."""
     is_reading, may_go_on = threading.Event(), threading.Event()
 
-    def read_slowly(recorded: Answered, ask: Ask, tokenizer: Tokenizer) -> Reply:
+    def read_slowly(recorded: Answered, request: CompletionRequest, tokenizer: Tokenizer) -> Reply:
         is_reading.set()
         may_go_on.wait(60)
-        return read_reply(recorded, ask, tokenizer)
+        return read_reply(recorded, request, tokenizer)
 
     with live(minimax(), [Message("assistant", "Hello", "t"), Message("assistant", "Other", "t")]) as gateway:
         episode, key = gateway.episode()
@@ -109,8 +109,8 @@ def test_a_retry_of_one_of_two_equal_requests_gets_its_sample() -> None:
         assert again.json()["id"] in (retried.json()["id"], response.json()["id"])
 
 
-def answered(requests: Requests, digest: str = "d", *, is_delivered: bool) -> Request:
-    request = Request(digest)
+def answered(requests: Requests, digest: str = "d", *, is_delivered: bool) -> AdmittedRequest:
+    request = AdmittedRequest(digest)
     requests.add(request)
     request.state, request.is_delivered = RequestState.ANSWERED, is_delivered
     return request
@@ -125,12 +125,12 @@ def test_attempts_are_spread_over_equal_requests() -> None:
     assert requests.find("d", attempt=1) is lost
     lost.num_waiting = 1  # it is being told
     assert requests.find("d") is None
-    running = Request("d")
+    running = AdmittedRequest("d")
     requests.add(running)
     assert requests.find("d", attempt=1) in (lost, running)
     requests.remove(running)
     assert requests.find("d", attempt=1) is None, "of the one that came to nothing"
-    requests.add(Request("d"))
+    requests.add(AdmittedRequest("d"))
     assert requests.find("d", attempt=1) is not None
 
 

@@ -1,9 +1,9 @@
 """Anthropic's Messages: `POST /v1/messages`, `POST /v1/messages/count_tokens`, and Anthropic's model list.
 
-The request: JSON in, `Ask` out, or `AskError` naming the field. Fields in `READ` are honoured. Fields in `ALLOWED`
-cannot change the response, or are accepted only with a no-op value. Fields in `REFUSED` cannot be honoured. What is not
-applied is noted: forced tool calls, the limit to one call, effort, thinking that is switched off; and the form of the
-answer, which is written into the prompt. System and messages become a `Conversation`:
+The request: JSON in, `CompletionRequest` out, or `BadRequestError` naming the field. Fields in `READ` are honoured.
+Fields in `ALLOWED` cannot change the response, or are accepted only with a no-op value. Fields in `REFUSED` cannot be
+honoured. What is not applied is noted: forced tool calls, the limit to one call, effort, thinking that is switched off;
+and the output format, which is written into the prompt. System and messages become a `Conversation`:
 
     user        text, image (a placeholder text), tool_result
     assistant   text, thinking, tool_use; consecutive messages are one turn, as at the vendor
@@ -48,13 +48,13 @@ from datetime import UTC, datetime
 from typing import Literal, NoReturn
 
 from m2forge.errors import RecordError
-from m2forge.gateway.dialects.conversation import Conversation, answer_format
+from m2forge.gateway.dialects.conversation import Conversation, format_instruction
 from m2forge.gateway.dialects.opaque_thinking import decode_thinking, encode_thinking, sign
 from m2forge.gateway.dialects.types import (
     READ_DEFAULTS,
-    Answer,
-    Ask,
-    AskError,
+    BadRequestError,
+    CompletionOutput,
+    CompletionRequest,
     Ending,
     Fields,
     Notice,
@@ -88,7 +88,7 @@ def read_conversation(fields: Fields, tools: "_Tools", reading: Reading) -> Conv
         conversation.say("system", texts.join(fields.value("system"), "system", _SYSTEM_BLOCKS))
     values = read_list(fields.value("messages"), "messages")
     if not values:
-        raise AskError("messages: expected at least one message, received none", "messages")
+        raise BadRequestError("messages: expected at least one message, received none", "messages")
     for index, value in enumerate(values):
         message = Fields(value, {"role", "content"}, f"messages[{index}]")
         role, location = message.choice("role", ("user", "assistant", "system")), message.path("content")
@@ -210,7 +210,7 @@ def _read_assistant(conversation: Conversation, content: JsonValue, location: st
         elif kind == "tool_use":
             conversation.call(_call(block, at))
         elif kind == "redacted_thinking":
-            raise AskError(f"{at}: redacted thinking cannot be read by this model; leave it out", at)
+            raise BadRequestError(f"{at}: redacted thinking cannot be read by this model; leave it out", at)
         else:
             _refuse_block(kind, at, "text, thinking or tool_use")
 
@@ -250,7 +250,7 @@ def _text_block(block: Mapping[str, JsonValue], location: str) -> str:
 
 def _refuse_block(kind: JsonValue, location: str, expected: str) -> NoReturn:
     path = f"{location}.type"
-    raise AskError(f"{path}: expected {expected}, received {shown(kind)}; the model reads only text", path)
+    raise BadRequestError(f"{path}: expected {expected}, received {shown(kind)}; the model reads only text", path)
 
 
 READ = frozenset({"max_tokens", "messages", "model", "stop_sequences", "stream", "system", "temperature", "thinking"})
@@ -270,7 +270,7 @@ NOT_COUNTED |= {"container", "diagnostics", "inference_geo", "metadata", "servic
 COUNT_FIELDS = FIELDS - NOT_COUNTED
 
 DISPLAY = "display"
-"""Key of `Ask.echo`: whether the response shows the thinking, `summarized` or `omitted`."""
+"""Key of `CompletionRequest.echo`: whether the response shows the thinking, `summarized` or `omitted`."""
 MIN_BUDGET = 1024
 MAX_STOPS = 256
 """Limits the cost of searching the sampled text for every stop sequence."""
@@ -282,7 +282,7 @@ EFFORTS = ("low", "medium", "high", "xhigh", "max")
 DEFAULT_EFFORT = "high"
 
 
-def read_ask(body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS) -> Ask:
+def read_request(body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS) -> CompletionRequest:
     """Read a POST /v1/messages request."""
     fields, reading = Fields(body, FIELDS), Reading(options)
     max_tokens = fields.integer("max_tokens", 1, MAX_INT32)
@@ -291,10 +291,10 @@ def read_ask(body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS
     tools = _read_tools(fields, reading)
     conversation = read_conversation(fields, tools, reading)
     if conversation.ends_with_turn():
-        fields.refuse("messages", "the last is the assistant's; to begin its answer for it (prefill) is not supported")
+        fields.refuse("messages", "the last is the assistant's; response prefill is not supported")
     _check_allowed(fields, reading)
     display, tool_choice = _display(fields, reading), _tool_choice(fields, tools, reading)
-    return Ask(
+    return CompletionRequest(
         messages=conversation.messages(),
         tools=tools.shown,
         deferred_tools=tools.deferred,
@@ -310,7 +310,7 @@ def read_ask(body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS
     )
 
 
-def read_count(body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS) -> Ask:
+def read_count(body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS) -> CompletionRequest:
     """Read a POST /v1/messages/count_tokens request: the prompt without sampling parameters."""
     fields, reading = Fields(body, COUNT_FIELDS), Reading(options)
     tools = _read_tools(fields, reading)
@@ -318,7 +318,7 @@ def read_count(body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAUL
     _check_allowed(fields, reading)
     _display(fields, reading)
     tool_choice = _tool_choice(fields, tools, reading)
-    return Ask(
+    return CompletionRequest(
         messages=conversation.messages(),
         tools=tools.shown,
         deferred_tools=tools.deferred,
@@ -349,7 +349,7 @@ def _check_allowed(fields: Fields, reading: Reading) -> None:
             if format.choice("type", ("json_schema",)) is None:
                 refuse_value("output_config.format.type", "'json_schema'", None)
             schema = read_object(format.value("schema"), "output_config.format.schema")
-            reading.answer_format = answer_format(schema)
+            reading.format_instruction = format_instruction(schema)
             reading.note(Notice.OUTPUT_FORMAT)
         if output.choice("effort", EFFORTS) not in (None, DEFAULT_EFFORT):
             reading.note(Notice.OUTPUT_EFFORT)
@@ -446,7 +446,7 @@ def _tool(value: JsonValue, location: str, deferred: set[str], reading: Reading)
         reading.note(Notice.VENDOR_TOOL)
         return []
     if kind not in (None, "custom"):
-        raise AskError(
+        raise BadRequestError(
             f"{location}.type: expected 'custom', received {shown(kind)}; describe the tool by a schema", location
         )
     fields = Fields(value, TOOL_FIELDS, location)
@@ -523,8 +523,8 @@ class MessagesStream:
     def piece(self, sample: int, events: Sequence[Event], logprobs: Sequence[TokenLogprob]) -> bytes:
         return b"".join(map(self._one, events))
 
-    def end_sample(self, sample: int, answer: Answer) -> bytes:
-        self._stop = stop_body(answer)
+    def end_sample(self, sample: int, output: CompletionOutput) -> bytes:
+        self._stop = stop_body(output)
         return self._close()
 
     def finish(self, usage: Usage) -> bytes:
@@ -589,8 +589,8 @@ def tool_use_body(call: ToolCall, input: JsonValue) -> dict[str, JsonValue]:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": input}
 
 
-def stop_body(answer: Answer) -> dict[str, JsonValue]:
-    return {"stop_reason": _STOP_REASONS[answer.ending], "stop_sequence": answer.stop_text}
+def stop_body(output: CompletionOutput) -> dict[str, JsonValue]:
+    return {"stop_reason": _STOP_REASONS[output.ending], "stop_sequence": output.stop_text}
 
 
 def usage_body(usage: Usage) -> dict[str, JsonValue]:
@@ -616,32 +616,32 @@ class AnthropicMessages:
     path = "/v1/messages"
     count_path = "/v1/messages/count_tokens"
 
-    def read(self, body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS) -> Ask:
-        return read_ask(body, options)
+    def read(self, body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS) -> CompletionRequest:
+        return read_request(body, options)
 
-    def read_count(self, body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS) -> Ask:
-        """Read a request to count tokens. Raises `AskError`."""
+    def read_count(self, body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS) -> CompletionRequest:
+        """Read a request to count tokens. Raises `BadRequestError`."""
         return read_count(body, options)
 
     def count(self, num_prompt: int) -> dict[str, JsonValue]:
         """Return the response body; `num_prompt` includes the generation prompt."""
         return {"input_tokens": num_prompt}
 
-    def answer(
-        self, ask: Ask, id: str, created_s: int, answers: Sequence[Answer], usage: Usage
+    def response(
+        self, request: CompletionRequest, id: str, created_s: int, outputs: Sequence[CompletionOutput], usage: Usage
     ) -> dict[str, JsonValue]:
-        (answer,) = answers
-        body: dict[str, JsonValue] = {"id": id, "type": "message", "role": "assistant", "model": ask.model}
-        is_omitted = ask.echo.get(DISPLAY) == "omitted"
+        (output,) = outputs
+        body: dict[str, JsonValue] = {"id": id, "type": "message", "role": "assistant", "model": request.model}
+        is_omitted = request.echo.get(DISPLAY) == "omitted"
         return (
             body
-            | {"content": _blocks(answer.completion, id, is_omitted)}
-            | stop_body(answer)
+            | {"content": _blocks(output.completion, id, is_omitted)}
+            | stop_body(output)
             | {"usage": usage_body(usage)}
         )
 
-    def stream(self, ask: Ask, id: str, created_s: int) -> MessagesStream:
-        return MessagesStream(ask.model, id, is_omitted=ask.echo.get(DISPLAY) == "omitted")
+    def stream(self, request: CompletionRequest, id: str, created_s: int) -> MessagesStream:
+        return MessagesStream(request.model, id, is_omitted=request.echo.get(DISPLAY) == "omitted")
 
     def error(
         self, status: int, message: str, field: str | None = None, code: str | None = None
@@ -649,8 +649,8 @@ class AnthropicMessages:
         """The vendor's error body has no field and code; messages start with the field instead."""
         return error_body(status, message)
 
-    def too_long(self, num_prompt: int, context: int) -> AskError:
-        return AskError(f"prompt is too long: {num_prompt} tokens > {context} maximum", "messages")
+    def too_long(self, num_prompt: int, context: int) -> BadRequestError:
+        return BadRequestError(f"prompt is too long: {num_prompt} tokens > {context} maximum", "messages")
 
 
 MESSAGES = AnthropicMessages()

@@ -1,5 +1,5 @@
 """OpenAI's Chat Completions: `POST /v1/chat/completions`; and the settings of requests (sampling, stop texts,
-streaming, tool choice, answer format) and parts of responses that OpenAI's other APIs share with it.
+streaming, tool choice, response format) and parts of responses that OpenAI's other APIs share with it.
 
 Every field that the SDK can send is handled. Fields in `READ` are honoured or repeated in the response. Fields in
 `ALLOWED` cannot change the response, or are accepted only with a no-op value. Fields in `NOTED` are not applied, and a
@@ -29,12 +29,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
-from m2forge.gateway.dialects.conversation import answer_format, place_instructions
+from m2forge.gateway.dialects.conversation import format_instruction, place_instructions
 from m2forge.gateway.dialects.types import (
     READ_DEFAULTS,
-    Answer,
-    Ask,
-    AskError,
+    BadRequestError,
+    CompletionOutput,
+    CompletionRequest,
     Ending,
     Fields,
     Notice,
@@ -116,7 +116,7 @@ def read_stream(fields: Fields) -> tuple[bool, dict[str, JsonValue]]:
     if options is None:
         return is_streamed, {}
     if not is_streamed:
-        fields.refuse("stream_options", "only a streamed answer has options of its stream; set stream to true")
+        fields.refuse("stream_options", "only a streamed response has stream options; set stream to true")
     if options.boolean("include_obfuscation"):
         options.refuse("include_obfuscation", "chunks are not padded; leave it out or send false")
     return is_streamed, {"include_usage": True} if options.boolean("include_usage") else {}
@@ -157,11 +157,11 @@ def refuse_bias(fields: Fields) -> None:
 def read_format(schema: Fields | None) -> str:
     """Return the instruction that stands for a response format; `schema`: None for any JSON object."""
     if schema is None:
-        return answer_format(None)
+        return format_instruction(None)
     schema.required_text("name")
     schema.boolean("strict")
     form = read_object(schema.value("schema"), schema.path("schema")) if schema.has("schema") else None
-    return answer_format(form, schema.text("description") or "")
+    return format_instruction(form, schema.text("description") or "")
 
 
 MODELS_PATH = "/v1/models"
@@ -256,7 +256,7 @@ _ASSISTANT_REFUSED = {
     "refusal": "the model knows no refusals beside its content; send the text as content",
     "audio": "audio is not supported; send text",
     "function_call": "replaced by tool_calls",
-    "parsed": "parsed answers are not supported; send only content",
+    "parsed": "parsed content is not supported; send only content",
     "thinking_blocks": "send the thinking as reasoning_content",
     "images": "images are not supported; send text",
 }
@@ -265,7 +265,7 @@ _ASSISTANT_REFUSED = {
 class OpenAIChat:
     path = "/v1/chat/completions"
 
-    def read(self, body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS) -> Ask:
+    def read(self, body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS) -> CompletionRequest:
         fields, reading = Fields(body, FIELDS), Reading(options)
         for name, reason in REFUSED.items():
             if fields.has(name):
@@ -275,7 +275,7 @@ class OpenAIChat:
         _note_unapplied(fields, reading, has_tools=bool(tools))
         is_streamed, echo = read_stream(fields)
         tool_choice = read_tool_choice(fields, tools, reading)
-        return Ask(
+        return CompletionRequest(
             messages=read_messages(fields, reading),
             tools=tools,
             max_tokens=_max_tokens(fields),
@@ -292,42 +292,42 @@ class OpenAIChat:
             notices=reading.notices,
         )
 
-    def answer(
-        self, ask: Ask, id: str, created_s: int, answers: Sequence[Answer], usage: Usage
+    def response(
+        self, request: CompletionRequest, id: str, created_s: int, outputs: Sequence[CompletionOutput], usage: Usage
     ) -> dict[str, JsonValue]:
         choices = [
             {
                 "index": index,
-                "message": message_body(answer.completion),
-                "logprobs": None if ask.num_top_logprobs is None else logprobs_body(answer.logprobs),
-                "finish_reason": FINISH_REASONS[answer.ending],
+                "message": message_body(output.completion),
+                "logprobs": None if request.num_top_logprobs is None else logprobs_body(output.logprobs),
+                "finish_reason": FINISH_REASONS[output.ending],
             }
-            for index, answer in enumerate(answers)
+            for index, output in enumerate(outputs)
         ]
         body: dict[str, JsonValue] = {
             "id": id,
             "object": "chat.completion",
             "created": created_s,
-            "model": ask.model,
+            "model": request.model,
             "choices": choices,
             "usage": usage_body(usage),
         }
-        return body | {name: ask.echo[name] for name in ("metadata", "service_tier") if name in ask.echo}
+        return body | {name: request.echo[name] for name in ("metadata", "service_tier") if name in request.echo}
 
-    def stream(self, ask: Ask, id: str, created_s: int) -> "ChatStream":
-        return ChatStream(ask, id, created_s)
+    def stream(self, request: CompletionRequest, id: str, created_s: int) -> "ChatStream":
+        return ChatStream(request, id, created_s)
 
     def error(
         self, status: int, message: str, field: str | None = None, code: str | None = None
     ) -> dict[str, JsonValue]:
         return error_body(status, message, field, code)
 
-    def too_long(self, num_prompt: int, context: int) -> AskError:
+    def too_long(self, num_prompt: int, context: int) -> BadRequestError:
         message = (
             f"This model's maximum context length is {context} tokens. However, your messages resulted in {num_prompt} "
             "tokens. Please reduce the length of the messages."
         )
-        return AskError(message, "messages", TOO_LONG)
+        return BadRequestError(message, "messages", TOO_LONG)
 
 
 CHAT = OpenAIChat()
@@ -391,7 +391,7 @@ def _note_unapplied(fields: Fields, reading: Reading, *, has_tools: bool) -> Non
     if kind is None or (kind == "json_schema") != (schema is not None):
         fields.refuse("response_format", "expected type text, json_object, or json_schema with the schema beside it")
     if kind != "text":
-        reading.answer_format = read_format(schema)
+        reading.format_instruction = read_format(schema)
         reading.note(Notice.RESPONSE_FORMAT)
 
 
@@ -411,7 +411,7 @@ def read_messages(fields: Fields, reading: Reading) -> tuple[Message, ...]:
     location = fields.path("messages")
     values = read_list(fields.value("messages"), location)
     if not values:
-        raise AskError(f"{location}: expected at least one message, received none", location)
+        raise BadRequestError(f"{location}: expected at least one message, received none", location)
     messages, later_systems = [], 0
     for index, value in enumerate(values):
         # Fast path for most messages of a long history.
@@ -426,7 +426,7 @@ def read_messages(fields: Fields, reading: Reading) -> tuple[Message, ...]:
         later_systems += bool(index) and message.role == "system"
         messages.append(message)
     ordered = order_results(messages, location)
-    return place_instructions(ordered, reading) if later_systems or reading.answer_format else ordered
+    return place_instructions(ordered, reading) if later_systems or reading.format_instruction else ordered
 
 
 def _message(value: JsonValue, location: str, reading: Reading) -> Message:
@@ -614,26 +614,26 @@ class ChatStream:
     The constant part of a request's chunks is encoded once; each delta encodes one small JSON string.
     """
 
-    def __init__(self, ask: Ask, id: str, created_s: int) -> None:
+    def __init__(self, request: CompletionRequest, id: str, created_s: int) -> None:
         same: dict[str, JsonValue] = {
             "id": id,
             "object": "chat.completion.chunk",
             "created": created_s,
-            "model": ask.model,
+            "model": request.model,
         }
-        if "service_tier" in ask.echo:
-            same["service_tier"] = ask.echo["service_tier"]
-        self._has_usage = bool(ask.echo.get("include_usage"))
-        self._has_logprobs = ask.num_top_logprobs is not None
+        if "service_tier" in request.echo:
+            same["service_tier"] = request.echo["service_tier"]
+        self._has_usage = bool(request.echo.get("include_usage"))
+        self._has_logprobs = request.num_top_logprobs is not None
         self._head = f"data: {quote(same)[:-1]}, "
         """Start of every chunk, before its remaining fields."""
-        self._deltas = [f'{self._head}"choices": [{{"index": {n}, "delta": {{' for n in range(ask.num_samples)]
+        self._deltas = [f'{self._head}"choices": [{{"index": {n}, "delta": {{' for n in range(request.num_samples)]
         """Start of each choice's chunks, before the delta's fields."""
         self._tail = ', "usage": null}\n\n' if self._has_usage else "}\n\n"
         self._plain_end = f'}}, "logprobs": null, "finish_reason": null}}]{self._tail}'
         """End of a chunk after the delta's fields, without logprobs and finish reason."""
-        self._num_calls = [0] * ask.num_samples
-        self._has_content = [False] * ask.num_samples
+        self._num_calls = [0] * request.num_samples
+        self._has_content = [False] * request.num_samples
 
     def begin(self, num_prompt: int, num_cached: int) -> bytes:
         role = '"role": "assistant", "content": null, "refusal": null'
@@ -662,10 +662,10 @@ class ChatStream:
             chunks.append(f"{start}{end}")
         return "".join(chunks).encode()
 
-    def end_sample(self, sample: int, answer: Answer) -> bytes:
+    def end_sample(self, sample: int, output: CompletionOutput) -> bytes:
         # Clients that concatenate deltas get null if there were none; an empty completion is an empty string.
         delta = "" if self._has_content[sample] or self._num_calls[sample] else '"content": ""'
-        return f"{self._deltas[sample]}{delta}{self._end(None, FINISH_REASONS[answer.ending])}".encode()
+        return f"{self._deltas[sample]}{delta}{self._end(None, FINISH_REASONS[output.ending])}".encode()
 
     def finish(self, usage: Usage) -> bytes:
         if not self._has_usage:

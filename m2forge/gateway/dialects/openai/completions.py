@@ -30,9 +30,9 @@ from m2forge.gateway.dialects.openai.chat import (
 )
 from m2forge.gateway.dialects.types import (
     READ_DEFAULTS,
-    Answer,
-    Ask,
-    AskError,
+    BadRequestError,
+    CompletionOutput,
+    CompletionRequest,
     Ending,
     Fields,
     ReadOptions,
@@ -53,12 +53,12 @@ DEFAULT_MAX_TOKENS = 16
 class OpenAICompletions:
     path = "/v1/completions"
 
-    def read(self, body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS) -> Ask:
+    def read(self, body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS) -> CompletionRequest:
         fields = Fields(body, FIELDS)
         num_samples = read_num_samples(fields)
         _check_allowed(fields, num_samples)
         is_streamed, echo = read_stream(fields)
-        return Ask(
+        return CompletionRequest(
             messages=(),
             prompt=_prompt(fields),
             max_tokens=fields.integer("max_tokens", 1, MAX_INT32) or DEFAULT_MAX_TOKENS,
@@ -73,41 +73,41 @@ class OpenAICompletions:
             echo=echo,
         )
 
-    def answer(
-        self, ask: Ask, id: str, created_s: int, answers: Sequence[Answer], usage: Usage
+    def response(
+        self, request: CompletionRequest, id: str, created_s: int, outputs: Sequence[CompletionOutput], usage: Usage
     ) -> dict[str, JsonValue]:
         choices = [
             {
                 "index": index,
-                "text": answer.completion.content,
-                "logprobs": None if ask.num_top_logprobs is None else _Offsets().body(answer.logprobs),
-                "finish_reason": _finish_reason(answer.ending),
+                "text": output.completion.content,
+                "logprobs": None if request.num_top_logprobs is None else _Offsets().body(output.logprobs),
+                "finish_reason": _finish_reason(output.ending),
             }
-            for index, answer in enumerate(answers)
+            for index, output in enumerate(outputs)
         ]
         return {
             "id": id,
             "object": "text_completion",
             "created": created_s,
-            "model": ask.model,
+            "model": request.model,
             "choices": choices,
             "usage": usage_body(usage),
         }
 
-    def stream(self, ask: Ask, id: str, created_s: int) -> "CompletionStream":
-        return CompletionStream(ask, id, created_s)
+    def stream(self, request: CompletionRequest, id: str, created_s: int) -> "CompletionStream":
+        return CompletionStream(request, id, created_s)
 
     def error(
         self, status: int, message: str, field: str | None = None, code: str | None = None
     ) -> dict[str, JsonValue]:
         return error_body(status, message, field, code)
 
-    def too_long(self, num_prompt: int, context: int) -> AskError:
+    def too_long(self, num_prompt: int, context: int) -> BadRequestError:
         message = (
             f"This model's maximum context length is {context} tokens, however you requested {num_prompt + 1} tokens "
             f"({num_prompt} in your prompt; 1 for the completion). Please reduce your prompt; or completion length."
         )
-        return AskError(message, "prompt", TOO_LONG)
+        return BadRequestError(message, "prompt", TOO_LONG)
 
 
 COMPLETIONS = OpenAICompletions()
@@ -116,14 +116,14 @@ COMPLETIONS = OpenAICompletions()
 class CompletionStream:
     """Chunks are responses with a piece of the text; the last one of each choice has its finish reason."""
 
-    def __init__(self, ask: Ask, id: str, created_s: int) -> None:
-        same = {"id": id, "object": "text_completion", "created": created_s, "model": ask.model}
+    def __init__(self, request: CompletionRequest, id: str, created_s: int) -> None:
+        same = {"id": id, "object": "text_completion", "created": created_s, "model": request.model}
         self._head = f'data: {quote(same)[:-1]}, "choices": ['
-        self._starts = [f'{self._head}{{"index": {n}, "text": ' for n in range(ask.num_samples)]
-        self._has_usage = bool(ask.echo.get("include_usage"))
+        self._starts = [f'{self._head}{{"index": {n}, "text": ' for n in range(request.num_samples)]
+        self._has_usage = bool(request.echo.get("include_usage"))
         self._tail = '], "usage": null}\n\n' if self._has_usage else "]}\n\n"
         self._plain_end = f', "logprobs": null, "finish_reason": null}}{self._tail}'
-        self._offsets = None if ask.num_top_logprobs is None else [_Offsets() for _ in range(ask.num_samples)]
+        self._offsets = None if request.num_top_logprobs is None else [_Offsets() for _ in range(request.num_samples)]
 
     def begin(self, num_prompt: int, num_cached: int) -> bytes:
         return b""
@@ -137,8 +137,8 @@ class CompletionStream:
             return f"{self._starts[sample]}{quote(text)}{end}".encode()
         return f"{self._starts[sample]}{quote(text)}{self._plain_end}".encode() if text else b""
 
-    def end_sample(self, sample: int, answer: Answer) -> bytes:
-        reason = _finish_reason(answer.ending)
+    def end_sample(self, sample: int, output: CompletionOutput) -> bytes:
+        reason = _finish_reason(output.ending)
         return f'{self._starts[sample]}"", "logprobs": null, "finish_reason": "{reason}"}}{self._tail}'.encode()
 
     def finish(self, usage: Usage) -> bytes:

@@ -26,12 +26,12 @@ from typing import cast
 
 from m2forge.gateway.dialects.opaque_thinking import encode_thinking
 from m2forge.gateway.dialects.openai.chat import TOO_LONG, arguments_text, error_body, quote, token_bodies
-from m2forge.gateway.dialects.openai.responses_input import CUSTOM_ARGUMENT, FORMS, HIDDEN, item_id, read_ask
+from m2forge.gateway.dialects.openai.responses_input import CUSTOM_ARGUMENT, FORMS, HIDDEN, item_id, read_request
 from m2forge.gateway.dialects.types import (
     READ_DEFAULTS,
-    Answer,
-    Ask,
-    AskError,
+    BadRequestError,
+    CompletionOutput,
+    CompletionRequest,
     Ending,
     ReadOptions,
     TokenLogprob,
@@ -45,10 +45,10 @@ CUT_OFF = frozenset({Ending.LENGTH, Ending.ABORT})
 """Endings of an incomplete response; the vendor has no status for one that the engine aborted."""
 
 
-def response_body(ask: Ask, id: str, created_s: int) -> dict[str, JsonValue]:
+def response_body(request: CompletionRequest, id: str, created_s: int) -> dict[str, JsonValue]:
     """Encode the fields that are known from the start."""
     body: dict[str, JsonValue] = {"id": id, "object": "response", "created_at": created_s}
-    return body | {name: value for name, value in ask.echo.items() if name not in HIDDEN}
+    return body | {name: value for name, value in request.echo.items() if name not in HIDDEN}
 
 
 def state_body(
@@ -80,34 +80,36 @@ def usage_body(usage: Usage) -> dict[str, JsonValue]:
     }
 
 
-def items_body(ask: Ask, id: str, answer: Answer) -> list[dict[str, JsonValue]]:
+def items_body(request: CompletionRequest, id: str, output: CompletionOutput) -> list[dict[str, JsonValue]]:
     """Encode all items. If the completion was cut off, the last item is incomplete unless it is a tool call."""
-    completion = answer.completion
+    completion = output.completion
     tokens = SpokenTokens()
-    tokens.add(answer.logprobs)
+    tokens.add(output.logprobs)
     tokens.take(completion.thinking)
     items: list[dict[str, JsonValue]] = []
     if completion.thinking:
-        items.append(reasoning_body(ask, item_id("rs", id, 0), completion.thinking, "completed"))
+        items.append(reasoning_body(request, item_id("rs", id, 0), completion.thinking, "completed"))
     if completion.content or not (items or completion.tool_calls):
         logprobs = token_bodies(tokens.take(completion.content))
         items.append(message_body(item_id("msg", id, len(items)), completion.content, logprobs, "completed"))
-    if answer.ending in CUT_OFF and not completion.tool_calls:
+    if output.ending in CUT_OFF and not completion.tool_calls:
         items[-1]["status"] = "incomplete"
-    items.extend(SentCall(ask, id, index, call).body("completed") for index, call in enumerate(completion.tool_calls))
+    items.extend(
+        SentCall(request, id, index, call).body("completed") for index, call in enumerate(completion.tool_calls)
+    )
     return items
 
 
-def reasoning_body(ask: Ask, id: str, thinking: str | None, status: str) -> dict[str, JsonValue]:
+def reasoning_body(request: CompletionRequest, id: str, thinking: str | None, status: str) -> dict[str, JsonValue]:
     """`thinking` is None before any was sampled."""
     body: dict[str, JsonValue] = {"id": id, "type": "reasoning", "summary": [], "status": status}
     if thinking is None:
         return body
-    if ask.echo.get("is_summarised"):
+    if request.echo.get("is_summarised"):
         body["summary"] = [{"type": "summary_text", "text": thinking}]
     else:
         body["content"] = [{"type": "reasoning_text", "text": thinking}]
-    if ask.echo.get("is_sealed"):
+    if request.echo.get("is_sealed"):
         body["encrypted_content"] = encode_thinking(thinking)
     return body
 
@@ -125,9 +127,9 @@ def text_body(text: str, logprobs: Sequence[JsonValue]) -> dict[str, JsonValue]:
 class SentCall:
     """A tool call in the form in which its tool was offered."""
 
-    def __init__(self, ask: Ask, response_id: str, index: int, call: ToolCall) -> None:
+    def __init__(self, request: CompletionRequest, response_id: str, index: int, call: ToolCall) -> None:
         """`index`: among the calls of the response."""
-        forms = cast("Mapping[str, tuple[str | None, str, bool]]", ask.echo.get(FORMS) or {})
+        forms = cast("Mapping[str, tuple[str | None, str, bool]]", request.echo.get(FORMS) or {})
         self._namespace, self.name, self.is_custom = forms.get(call.name, (None, call.name, False))
         self.id, self._call_id = item_id("ctc" if self.is_custom else "fc", response_id, index), call.id
         text = call.arguments.get(CUSTOM_ARGUMENT)
@@ -208,12 +210,12 @@ class _Item:
 class ResponsesStream:
     """See `types.Stream`."""
 
-    def __init__(self, ask: Ask, id: str, created_s: int) -> None:
-        self._ask, self._id = ask, id
-        self._response = quote(response_body(ask, id, created_s))[:-1]
+    def __init__(self, request: CompletionRequest, id: str, created_s: int) -> None:
+        self._request, self._id = request, id
+        self._response = quote(response_body(request, id, created_s))[:-1]
         """JSON of the constant fields without the closing brace, encoded once and sent three times."""
-        self._thinking = _SUMMARY if ask.echo.get("is_summarised") else _THINKING
-        self._tokens = SpokenTokens() if ask.num_top_logprobs is not None else None
+        self._thinking = _SUMMARY if request.echo.get("is_summarised") else _THINKING
+        self._tokens = SpokenTokens() if request.num_top_logprobs is not None else None
         self._num_events = 0
         self._output: list[JsonValue] = []
         """Completed items."""
@@ -230,10 +232,10 @@ class ResponsesStream:
             self._tokens.add(logprobs)
         return b"".join(map(self._one, events))
 
-    def end_sample(self, sample: int, answer: Answer) -> bytes:
-        self._ending = answer.ending
+    def end_sample(self, sample: int, output: CompletionOutput) -> bytes:
+        self._ending = output.ending
         opened = b"" if self._item is not None or self._output else self._open(_WORDS)
-        return opened + self._close("incomplete" if answer.ending in CUT_OFF else "completed")
+        return opened + self._close("incomplete" if output.ending in CUT_OFF else "completed")
 
     def finish(self, usage: Usage) -> bytes:
         body = ending_body(self._ending, self._output, usage)
@@ -285,7 +287,7 @@ class ResponsesStream:
         if form is _WORDS:
             body, part = message_body(id, None, [], "in_progress"), text_body("", [])
         else:
-            body, part = reasoning_body(self._ask, id, None, "in_progress"), {"type": form.part, "text": ""}
+            body, part = reasoning_body(self._request, id, None, "in_progress"), {"type": form.part, "text": ""}
         added = self._event("response.output_item.added", f'"output_index":{index},"item":{quote(body)}')
         return closed + added + self._event(f"{form.part_event}.added", f'{self._item.location},"part":{quote(part)}')
 
@@ -299,7 +301,7 @@ class ResponsesStream:
             done = f'{done},"logprobs":{quote(item.logprobs)}'
             body, part = message_body(item.id, text, item.logprobs, status), text_body(text, item.logprobs)
         else:
-            body, part = reasoning_body(self._ask, item.id, text, status), {"type": form.part, "text": text}
+            body, part = reasoning_body(self._request, item.id, text, status), {"type": form.part, "text": text}
         self._output.append(body)
         return (
             self._event(f"{form.text_event}.done", done)
@@ -309,7 +311,7 @@ class ResponsesStream:
 
     def _call(self, call: ToolCall) -> bytes:
         closed = self._close("completed")
-        index, sent = len(self._output), SentCall(self._ask, self._id, self._num_calls, call)
+        index, sent = len(self._output), SentCall(self._request, self._id, self._num_calls, call)
         self._num_calls += 1
         location, text = f'"item_id":{quote(sent.id)},"output_index":{index}', quote(sent.text)
         name = "" if sent.is_custom else f'"name":{quote(sent.name)},'
@@ -337,29 +339,31 @@ class ResponsesStream:
 class OpenAIResponses:
     path = "/v1/responses"
 
-    def read(self, body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS) -> Ask:
-        return read_ask(body, options)
+    def read(self, body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS) -> CompletionRequest:
+        return read_request(body, options)
 
-    def answer(
-        self, ask: Ask, id: str, created_s: int, answers: Sequence[Answer], usage: Usage
+    def response(
+        self, request: CompletionRequest, id: str, created_s: int, outputs: Sequence[CompletionOutput], usage: Usage
     ) -> dict[str, JsonValue]:
-        (answer,) = answers
-        return response_body(ask, id, created_s) | ending_body(answer.ending, items_body(ask, id, answer), usage)
+        (output,) = outputs
+        return response_body(request, id, created_s) | ending_body(
+            output.ending, items_body(request, id, output), usage
+        )
 
-    def stream(self, ask: Ask, id: str, created_s: int) -> ResponsesStream:
-        return ResponsesStream(ask, id, created_s)
+    def stream(self, request: CompletionRequest, id: str, created_s: int) -> ResponsesStream:
+        return ResponsesStream(request, id, created_s)
 
     def error(
         self, status: int, message: str, field: str | None = None, code: str | None = None
     ) -> dict[str, JsonValue]:
         return error_body(status, message, field, code)
 
-    def too_long(self, num_prompt: int, context: int) -> AskError:
+    def too_long(self, num_prompt: int, context: int) -> BadRequestError:
         message = (
             "Your input exceeds the context window of this model. Please adjust your input and try again. It is "
             f"{num_prompt} tokens long, the context window {context}."
         )
-        return AskError(message, "input", TOO_LONG)
+        return BadRequestError(message, "input", TOO_LONG)
 
 
 RESPONSES = OpenAIResponses()

@@ -1,8 +1,8 @@
-"""OpenAI Responses, the request: JSON in, `Ask` out, or `AskError` naming the field.
+"""OpenAI Responses, the request: JSON in, `CompletionRequest` out, or `BadRequestError` naming the field.
 
 Fields in `READ` are honoured or repeated in the response. Fields in `ALLOWED` cannot change the response, or are
 accepted only with a no-op value. Fields in `REFUSED` cannot be honoured. What is not applied is noted: forced tool
-calls, the limit to one call, reasoning effort, verbosity; and the form of the answer, which is written into the prompt.
+calls, the limit to one call, reasoning effort, verbosity; and the response format, which is written into the prompt.
 
 Responses are not stored for clients: `store` may be absent or false, and `previous_response_id` is refused, so clients
 send the complete conversation each time, as the agents SDK does by default. A function's `strict` is allowed, because
@@ -54,8 +54,8 @@ from m2forge.gateway.dialects.openai.chat import (
 )
 from m2forge.gateway.dialects.types import (
     READ_DEFAULTS,
-    Ask,
-    AskError,
+    BadRequestError,
+    CompletionRequest,
     Fields,
     Notice,
     Reading,
@@ -131,12 +131,12 @@ def read_item(conversation: Conversation, value: JsonValue, location: str) -> No
         return
     path = f"{location}.type"
     if isinstance(kind, str) and kind in CODEX_ITEMS:
-        raise AskError(
+        raise BadRequestError(
             f"{path}: {shown(kind)} is not supported, which Codex sends for models whose names it knows; give it a "
             "model name that it does not know, such as 'policy'",
             path,
         )
-    raise AskError(f"{path}: expected one of {', '.join(_READERS)}, received {shown(kind)}", path)
+    raise BadRequestError(f"{path}: expected one of {', '.join(_READERS)}, received {shown(kind)}", path)
 
 
 def _kind(item: Mapping[str, JsonValue]) -> JsonValue:
@@ -158,7 +158,7 @@ def _check_references(items: Sequence[JsonValue], options: ReadOptions) -> None:
         if isinstance(item, dict) and _kind(item) == "item_reference" and isinstance(id := item.get("id"), str) and id:
             if id in ids:
                 at = f"input[{index}]"
-                raise AskError(f"{at}: refers to {shown(id)} as input[{ids[id]}] does; send it once", at)
+                raise BadRequestError(f"{at}: refers to {shown(id)} as input[{ids[id]}] does; send it once", at)
             ids[id] = index
     unknown = tuple(id for id in ids if id not in options.items)
     if unknown:
@@ -279,7 +279,7 @@ def _content(value: JsonValue, location: str, reading: Reading) -> str:
             continue
         if kind not in ("input_text", "output_text"):
             path = f"{at}.type"
-            raise AskError(
+            raise BadRequestError(
                 f"{path}: expected input_text or output_text, received {shown(kind)}; the model reads only text", path
             )
         texts.append(read_text(Fields(part, PART_FIELDS, at).value("text"), f"{at}.text"))
@@ -320,10 +320,10 @@ REFUSED: Mapping[str, str] = {
 FIELDS = READ | ALLOWED | REFUSED.keys()
 
 FORMS = "forms"
-"""Key of `Ask.echo`: how tools that are no plain functions were offered, by the name that the model is shown: their
+"""Key of `CompletionRequest.echo`: tools that are not plain functions, by the name that the model is shown, with their
 namespace, their name in it, and whether they take a text."""
 HIDDEN = frozenset({"is_summarised", "is_sealed", FORMS})
-"""Keys of `Ask.echo` that shape items; all others are fields of the response."""
+"""Keys of `CompletionRequest.echo` that shape items; all others are fields of the response."""
 TOOL_FIELDS = frozenset({"type", "name", "description", "parameters", "strict", "allowed_callers", "async"})
 TOOL_FIELDS |= {"defer_loading", "output_schema"}
 CUSTOM_FIELDS = frozenset({"type", "name", "description", "format", "defer_loading", "allowed_callers", "async"})
@@ -333,7 +333,7 @@ VENDOR_TOOLS |= {"web_search", "web_search_2025_08_26", "web_search_preview", "w
 _SEALED, _LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
 
 
-def read_ask(body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS) -> Ask:
+def read_request(body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS) -> CompletionRequest:
     fields, reading = Fields(body, FIELDS), Reading(options)
     for name, reason in REFUSED.items():
         if fields.has(name):
@@ -345,7 +345,7 @@ def read_ask(body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS
     if fields.integer("top_logprobs", 0, 20):
         fields.refuse("top_logprobs", "only the sampled token's log-probability is known; leave it out or send 0")
     tool_choice, summary = read_tool_choice(fields, tools, reading), _summary(fields, reading)
-    ask = Ask(
+    request = CompletionRequest(
         messages=_messages(fields, reading),
         tools=tools,
         max_tokens=fields.integer("max_output_tokens", 1, MAX_INT32),
@@ -357,19 +357,21 @@ def read_ask(body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS
         model=fields.required_text("model"),
     )
     shape: dict[str, JsonValue] = {"is_summarised": summary is not None, "is_sealed": _SEALED in include, FORMS: forms}
-    return replace(ask, echo=_repeated(fields, ask, summary, forms) | shape, notices=reading.notices)
+    return replace(request, echo=_repeated(fields, request, summary, forms) | shape, notices=reading.notices)
 
 
-def _repeated(fields: Fields, ask: Ask, summary: str | None, forms: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+def _repeated(
+    fields: Fields, request: CompletionRequest, summary: str | None, forms: Mapping[str, JsonValue]
+) -> dict[str, JsonValue]:
     """Return the request's fields that the response repeats."""
     grouped = [tool for tool in fields.items("tools") if read_object(tool, "tools").get("type") in _GROUPED]
     return {
         "background": False,
         "instructions": fields.value("instructions"),
-        "max_output_tokens": ask.max_tokens,
+        "max_output_tokens": request.max_tokens,
         "max_tool_calls": fields.integer("max_tool_calls", 0, MAX_INT32),
         "metadata": fields.metadata() or {},
-        "model": ask.model,
+        "model": request.model,
         "parallel_tool_calls": True,
         "previous_response_id": None,
         "prompt_cache_key": fields.text("prompt_cache_key"),
@@ -377,9 +379,9 @@ def _repeated(fields: Fields, ask: Ask, summary: str | None, forms: Mapping[str,
         "reasoning": {"effort": None, "summary": summary},
         "safety_identifier": fields.text("safety_identifier"),
         "service_tier": fields.choice("service_tier", ("auto", "default")) and "default",
-        "temperature": ask.sampling.temperature,
+        "temperature": request.sampling.temperature,
         "text": {"format": {"type": "text"}},
-        "tool_choice": ask.tool_choice,
+        "tool_choice": request.tool_choice,
         "tools": [
             {
                 "type": "function",
@@ -388,12 +390,12 @@ def _repeated(fields: Fields, ask: Ask, summary: str | None, forms: Mapping[str,
                 "parameters": tool.parameters,
                 "strict": False,
             }
-            for tool in ask.tools
+            for tool in request.tools
             if tool.name not in forms
         ]
         + grouped,
         "top_logprobs": 0,
-        "top_p": ask.sampling.top_p,
+        "top_p": request.sampling.top_p,
         "truncation": "disabled",
         "user": fields.text("user"),
     }
@@ -422,7 +424,7 @@ def _check_allowed(fields: Fields, reading: Reading, *, has_tools: bool) -> None
         if cache.has("comparison_response_id"):
             cache.refuse("comparison_response_id", "no diagnostics of the prompt cache are stored; leave it out")
         if cache.boolean("prewarm"):
-            cache.refuse("prewarm", "a prompt cannot be sent without sampling an answer; leave it out")
+            cache.refuse("prewarm", "a prompt cannot be sent without sampling a completion; leave it out")
     options = fields.object("stream_options", {"include_obfuscation"})
     if options is not None and options.boolean("include_obfuscation"):
         options.refuse("include_obfuscation", "events are not padded; leave it out or send false")
@@ -442,7 +444,7 @@ def _read_text(fields: Fields, reading: Reading) -> None:
     if kind is None:
         refuse_value("text.format.type", "'text', 'json_object' or 'json_schema'", None)
     if kind != "text":
-        reading.answer_format = read_format(format if kind == "json_schema" else None)
+        reading.format_instruction = read_format(format if kind == "json_schema" else None)
         reading.note(Notice.TEXT_FORMAT)
 
 
@@ -491,7 +493,7 @@ def _tools(value: JsonValue, location: str, forms: dict[str, JsonValue], reading
         reading.note(Notice.VENDOR_TOOL)
         return []
     path = f"{location}.type"
-    raise AskError(f"{path}: expected function, custom or namespace, received {shown(kind)}", path)
+    raise BadRequestError(f"{path}: expected function, custom or namespace, received {shown(kind)}", path)
 
 
 def _namespace(value: JsonValue, location: str, forms: dict[str, JsonValue]) -> list[Tool]:

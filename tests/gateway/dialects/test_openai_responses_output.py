@@ -1,4 +1,4 @@
-"""Answers of Responses: what the contract of dialects does not cover."""
+"""The output of Responses: what the contract of dialects does not cover."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,13 +13,13 @@ from openai.types.responses import ResponseInputParam
 
 from m2forge.gateway.dialects.opaque_thinking import decode_thinking
 from m2forge.gateway.dialects.openai.responses import CUT_OFF, OpenAIResponses, SpokenTokens
-from m2forge.gateway.dialects.types import Answer, Ask, Dialect, Ending, TokenLogprob, Usage
+from m2forge.gateway.dialects.types import CompletionOutput, CompletionRequest, Dialect, Ending, TokenLogprob, Usage
 from m2forge.records import JsonValue
 from m2forge.text.message import Message, ToolCall
 from m2forge.text.parser import CallFinished, Completion, ContentDelta, Event, ThinkingDelta
 from tests.gateway.anthropic_client import named_events_of
 from tests.gateway.dialects.adapter_responses import EVENT, LOGPROBS, SEALED, SETTINGS
-from tests.gateway.dialects.draw_answer import answers, arrivals, play
+from tests.gateway.dialects.draw_output import arrivals, outputs, play
 from tests.gateway.openai_client import connected, streamed
 
 DIALECT: Dialect = OpenAIResponses()
@@ -28,31 +28,31 @@ USAGE = Usage(num_prompt=30, num_cached=20, num_sampled=9, num_thinking=4)
 Arrivals = Sequence[tuple[int, list[Event], list[TokenLogprob]]]
 
 
-# -- answers ----------------------------------------------------------------------------------------------------------
+# -- outputs ----------------------------------------------------------------------------------------------------------
 
 
-@given(answers(), SETTINGS)
-def test_settings_shape_the_response(answer: Answer, setting: dict[str, Any]) -> None:
-    response = responses.Response.model_validate(DIALECT.answer(ask(**setting), "resp_1", 5, [answer], USAGE))
+@given(outputs(), SETTINGS)
+def test_settings_shape_the_response(output: CompletionOutput, setting: dict[str, Any]) -> None:
+    response = responses.Response.model_validate(DIALECT.response(request_for(**setting), "resp_1", 5, [output], USAGE))
     assert response.metadata == setting.get("metadata", {})
     assert response.instructions == setting.get("instructions")
     thoughts = [item for item in response.output if item.type == "reasoning"]
-    assert len(thoughts) == bool(answer.completion.thinking)
+    assert len(thoughts) == bool(output.completion.thinking)
     for thought in thoughts:
         parts = thought.summary if "summary" in setting.get("reasoning", {}) else thought.content
-        assert [part.text for part in parts or ()] == [answer.completion.thinking]
+        assert [part.text for part in parts or ()] == [output.completion.thinking]
         word, is_sealed = thought.encrypted_content, SEALED in setting.get("include", [])
-        assert (decode_thinking(word) if word else None) == (answer.completion.thinking if is_sealed else None)
+        assert (decode_thinking(word) if word else None) == (output.completion.thinking if is_sealed else None)
 
 
 def test_calls_and_results_may_come_back_in_turns() -> None:
     calls = (ToolCall("look", {"at": 1}, "call_1"), ToolCall("look", {"at": 2}, "call_2"))
-    answer = Answer(Completion("Hm.", "", calls, (), closed=True), Ending.TOOL_CALLS)
-    asks: list[Ask] = []
+    output = CompletionOutput(Completion("Hm.", "", calls, (), closed=True), Ending.TOOL_CALLS)
+    requests: list[CompletionRequest] = []
 
     def handle(body: Mapping[str, JsonValue]) -> httpx2.Response:
-        asks.append(DIALECT.read(body))
-        return httpx2.Response(200, json=DIALECT.answer(asks[-1], "resp_1", 5, [answer], USAGE))
+        requests.append(DIALECT.read(body))
+        return httpx2.Response(200, json=DIALECT.response(requests[-1], "resp_1", 5, [output], USAGE))
 
     with connected() as (client, wire):
         wire.handle = handle
@@ -62,8 +62,8 @@ def test_calls_and_results_may_come_back_in_turns() -> None:
             if item.type == "function_call":
                 turn.append({"type": "function_call_output", "call_id": item.call_id, "output": item.arguments})
         client.responses.create(model="m2", input=turn)
-    assert asks[-1].messages[1:] == (
-        answer.completion.message(),
+    assert requests[-1].messages[1:] == (
+        output.completion.message(),
         Message("tool", '{"at": 1}', tool_call_id="call_1"),
         Message("tool", '{"at": 2}', tool_call_id="call_2"),
     )
@@ -71,8 +71,8 @@ def test_calls_and_results_may_come_back_in_turns() -> None:
 
 def test_an_answer_that_was_cut_off_says_so() -> None:
     for ending in CUT_OFF:
-        answer = Answer(Completion("Hm.", "So", (), (), closed=False), ending)
-        response = responses.Response.model_validate(DIALECT.answer(ask(), "resp_1", 5, [answer], USAGE))
+        output = CompletionOutput(Completion("Hm.", "So", (), (), closed=False), ending)
+        response = responses.Response.model_validate(DIALECT.response(request_for(), "resp_1", 5, [output], USAGE))
         assert response.incomplete_details is not None
         assert response.incomplete_details.reason == "max_output_tokens"
         assert [getattr(item, "status", None) for item in response.output] == ["completed", "incomplete"]
@@ -81,13 +81,13 @@ def test_an_answer_that_was_cut_off_says_so() -> None:
 # -- events -----------------------------------------------------------------------------------------------------------
 
 
-def ask(**settings: JsonValue) -> Ask:
+def request_for(**settings: JsonValue) -> CompletionRequest:
     return DIALECT.read({"model": "m2", "input": "Hi", **settings})
 
 
-def stream_of(answer: Answer, pieces: Arrivals, **settings: JsonValue) -> list[dict[str, Any]]:
-    stream = DIALECT.stream(ask(**settings), "resp_1", 5)
-    return named_events_of(b"".join(play(stream, [answer], pieces, USAGE)))
+def stream_of(output: CompletionOutput, pieces: Arrivals, **settings: JsonValue) -> list[dict[str, Any]]:
+    stream = DIALECT.stream(request_for(**settings), "resp_1", 5)
+    return named_events_of(b"".join(play(stream, [output], pieces, USAGE)))
 
 
 def without_logprobs(response: dict[str, Any]) -> dict[str, Any]:
@@ -98,9 +98,11 @@ def without_logprobs(response: dict[str, Any]) -> dict[str, Any]:
     return response
 
 
-@given(st.data(), answers(), SETTINGS)
-def test_items_are_told_one_after_the_other(data: st.DataObject, answer: Answer, setting: dict[str, Any]) -> None:
-    events = stream_of(answer, data.draw(arrivals([answer])), **setting)
+@given(st.data(), outputs(), SETTINGS)
+def test_items_are_told_one_after_the_other(
+    data: st.DataObject, output: CompletionOutput, setting: dict[str, Any]
+) -> None:
+    events = stream_of(output, data.draw(arrivals([output])), **setting)
     assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
     index, id = -1, None
     done = []
@@ -116,17 +118,17 @@ def test_items_are_told_one_after_the_other(data: st.DataObject, answer: Answer,
             id = None
     assert id is None
     assert events[-1]["response"]["output"] == done
-    whole = DIALECT.answer(ask(**setting), "resp_1", 5, [answer], USAGE)
+    whole = DIALECT.response(request_for(**setting), "resp_1", 5, [output], USAGE)
     assert without_logprobs(events[-1]["response"]) == without_logprobs(json.loads(json.dumps(whole)))
 
 
 @pytest.mark.parametrize("is_summarised", [False, True])
 def test_the_events_of_an_answer(is_summarised: bool) -> None:
     call = ToolCall("look", {"at": 3}, "call_1")
-    answer = Answer(Completion("Hm.", "So. Yes.", (call,), (), closed=True), Ending.TOOL_CALLS)
+    output = CompletionOutput(Completion("Hm.", "So. Yes.", (call,), (), closed=True), Ending.TOOL_CALLS)
     events: list[Event] = [ThinkingDelta("Hm."), ContentDelta("So."), CallFinished(call), ContentDelta(" Yes.")]
     reasoning: JsonValue = {"summary": "auto"} if is_summarised else None
-    received = stream_of(answer, [(0, [event], []) for event in events], reasoning=reasoning)
+    received = stream_of(output, [(0, [event], []) for event in events], reasoning=reasoning)
     thought = (
         ["reasoning_summary_part", "reasoning_summary_text"] if is_summarised else ["content_part", "reasoning_text"]
     )
@@ -155,12 +157,12 @@ def test_the_events_of_an_answer(is_summarised: bool) -> None:
         *words,
         "completed",
     ]
-    output = received[-1]["response"]["output"]
+    items = received[-1]["response"]["output"]
     results = [
-        {"type": "function_call_output", "call_id": call.id, "output": "ok"} for call in answer.completion.tool_calls
+        {"type": "function_call_output", "call_id": call.id, "output": "ok"} for call in output.completion.tool_calls
     ]
-    back = DIALECT.read({"model": "m2", "input": [*output, *results]})
-    assert back.messages[0] == answer.completion.message()
+    back = DIALECT.read({"model": "m2", "input": [*items, *results]})
+    assert back.messages[0] == output.completion.message()
 
 
 # -- log-probabilities ------------------------------------------------------------------------------------------------
@@ -174,7 +176,7 @@ TOKENS = [token(text) for text in ("Hm", ".", "\n</think>", "\n\n", "So", ". Ye"
 
 
 def test_log_probabilities_are_those_of_the_words() -> None:
-    answer = Answer(Completion("Hm.", "So. Yes.", (), (), closed=True), Ending.STOP, None, tuple(TOKENS))
+    output = CompletionOutput(Completion("Hm.", "So. Yes.", (), (), closed=True), Ending.STOP, None, tuple(TOKENS))
     pieces: Arrivals = [
         (0, [ThinkingDelta("Hm")], TOKENS[:2]),
         (0, [ThinkingDelta(".")], TOKENS[2:3]),
@@ -182,17 +184,17 @@ def test_log_probabilities_are_those_of_the_words() -> None:
         (0, [ContentDelta("So")], TOKENS[4:5]),
         (0, [ContentDelta(". Ye"), ContentDelta("s.")], TOKENS[5:]),
     ]
-    whole = DIALECT.answer(ask(include=[LOGPROBS]), "resp_1", 5, [answer], USAGE)
+    whole = DIALECT.response(request_for(include=[LOGPROBS]), "resp_1", 5, [output], USAGE)
     message = responses.Response.model_validate(whole).output[-1]
     assert isinstance(message, responses.ResponseOutputMessage)
     part = message.content[0]
     assert isinstance(part, responses.ResponseOutputText)
     assert [one.token for one in part.logprobs or ()] == ["So", ". Ye", "s.<"]
-    received = stream_of(answer, pieces, include=[LOGPROBS])
+    received = stream_of(output, pieces, include=[LOGPROBS])
     deltas = [event for event in received if event["type"] == "response.output_text.delta"]
     assert [[one["token"] for one in event["logprobs"]] for event in deltas] == [["So"], [". Ye"], ["s.<"]]
     assert received[-1]["response"]["output"] == whole["output"]
-    assert not any(event.get("logprobs") for event in stream_of(answer, pieces))
+    assert not any(event.get("logprobs") for event in stream_of(output, pieces))
 
 
 @given(st.lists(st.text(max_size=3)), st.data())
@@ -242,7 +244,7 @@ def test_an_error_in_the_middle_of_a_stream_is_told_twice() -> None:
     ("status", "code"), [(400, "invalid_prompt"), (429, "rate_limit_exceeded"), (503, "server_error")]
 )
 def test_errors_in_a_stream_have_the_vendors_codes(status: int, code: str) -> None:
-    stream = DIALECT.stream(ask(), "resp_1", 5)
+    stream = DIALECT.stream(request_for(), "resp_1", 5)
     stream.begin(3, 0)
     error, failed = named_events_of(stream.fail(status, "no"))
     assert (error["code"], error["sequence_number"], failed["sequence_number"]) == (code, 2, 3)

@@ -1,11 +1,11 @@
-"""Random answers, and how they may arrive: events in any pieces, tokens in any groups, samples in any order."""
+"""Random outputs, and how they may arrive: events in any pieces, tokens in any groups, samples in any order."""
 
 import math
 from collections.abc import Iterator, Sequence
 
 from hypothesis import strategies as st
 
-from m2forge.gateway.dialects.types import Answer, Ending, Stream, TokenLogprob, Usage
+from m2forge.gateway.dialects.types import CompletionOutput, Ending, Stream, TokenLogprob, Usage
 from m2forge.records import JsonValue
 from m2forge.text.message import ToolCall
 from m2forge.text.parser import CallFinished, CallStarted, Completion, ContentDelta, Event, ThinkingDelta
@@ -26,7 +26,7 @@ usages = st.builds(Usage, *(st.integers(0, 10**6) for _ in range(4)))
 
 
 @st.composite
-def answers(draw: st.DrawFn, index: int = 0, *, is_raw: bool = False) -> Answer:
+def outputs(draw: st.DrawFn, index: int = 0, *, is_raw: bool = False) -> CompletionOutput:
     """`is_raw`: of a prompt without a chat format, so content alone."""
     thinking = "" if is_raw else draw(st.text(max_size=12))
     num_calls = 0 if is_raw else draw(st.integers(0, 3))
@@ -35,19 +35,19 @@ def answers(draw: st.DrawFn, index: int = 0, *, is_raw: bool = False) -> Answer:
     ending = draw(st.sampled_from([Ending.TOOL_CALLS] if calls else [e for e in Ending if e is not Ending.TOOL_CALLS]))
     completion = Completion(thinking, draw(st.text(max_size=20)), calls, (), closed=True)
     stop_text = "END" if ending is Ending.STOP_TEXT else None
-    return Answer(completion, ending, stop_text, tuple(draw(st.lists(token_logprobs, max_size=6))))
+    return CompletionOutput(completion, ending, stop_text, tuple(draw(st.lists(token_logprobs, max_size=6))))
 
 
-def answer_lists(*, is_raw: bool = False) -> st.SearchStrategy[list[Answer]]:
+def output_lists(*, is_raw: bool = False) -> st.SearchStrategy[list[CompletionOutput]]:
     return st.integers(1, 4).flatmap(
-        lambda size: st.tuples(*(answers(index, is_raw=is_raw) for index in range(size))).map(list)
+        lambda size: st.tuples(*(outputs(index, is_raw=is_raw) for index in range(size))).map(list)
     )
 
 
 @st.composite
-def arrivals(draw: st.DrawFn, answers: Sequence[Answer]) -> list[tuple[int, list[Event], list[TokenLogprob]]]:
+def arrivals(draw: st.DrawFn, outputs: Sequence[CompletionOutput]) -> list[tuple[int, list[Event], list[TokenLogprob]]]:
     """Pieces for `Stream.piece`, each sample's in order, the samples interleaved."""
-    waiting = [draw(_pieces(answer)) for answer in answers]
+    waiting = [draw(_pieces(output)) for output in outputs]
     order = draw(st.permutations([sample for sample, pieces in enumerate(waiting) for _ in pieces]))
     iterators = [iter(pieces) for pieces in waiting]
     return [(sample, *next(iterators[sample])) for sample in order]
@@ -55,7 +55,7 @@ def arrivals(draw: st.DrawFn, answers: Sequence[Answer]) -> list[tuple[int, list
 
 def play(
     stream: Stream,
-    answers: Sequence[Answer],
+    outputs: Sequence[CompletionOutput],
     arrivals: Sequence[tuple[int, list[Event], list[TokenLogprob]]],
     usage: Usage,
 ) -> Iterator[bytes]:
@@ -63,14 +63,14 @@ def play(
     yield stream.begin(usage.num_prompt, usage.num_cached)
     for sample, events, logprobs in arrivals:
         yield stream.piece(sample, events, logprobs)
-    for sample, answer in enumerate(answers):
-        yield stream.end_sample(sample, answer)
+    for sample, output in enumerate(outputs):
+        yield stream.end_sample(sample, output)
     yield stream.finish(usage)
 
 
 @st.composite
-def _pieces(draw: st.DrawFn, answer: Answer) -> list[tuple[list[Event], list[TokenLogprob]]]:
-    completion = answer.completion
+def _pieces(draw: st.DrawFn, output: CompletionOutput) -> list[tuple[list[Event], list[TokenLogprob]]]:
+    completion = output.completion
     events: list[Event] = [ThinkingDelta(text) for text in draw(_cuts(completion.thinking))]
     events += [ContentDelta(text) for text in draw(_cuts(completion.content))]
     for call in completion.tool_calls:
@@ -80,11 +80,11 @@ def _pieces(draw: st.DrawFn, answer: Answer) -> list[tuple[list[Event], list[Tok
     num_pieces = draw(st.integers(1, 5))
     borders = [
         sorted(draw(st.lists(st.integers(0, len(whole)), min_size=num_pieces - 1, max_size=num_pieces - 1)))
-        for whole in (events, answer.logprobs)
+        for whole in (events, output.logprobs)
     ]
     spans = [list(zip([0, *ends], [*ends, None], strict=True)) for ends in borders]
     return [
-        (events[slice(*of_events)], list(answer.logprobs[slice(*of_tokens)]))
+        (events[slice(*of_events)], list(output.logprobs[slice(*of_tokens)]))
         for of_events, of_tokens in zip(*spans, strict=True)
     ]
 
