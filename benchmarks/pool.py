@@ -31,9 +31,9 @@ from report import Bar, arguments, finish, print_table
 from sqlalchemy import text, update
 
 from m2forge.pool.config import PoolConfig, WindowConfig
+from m2forge.pool.lifecycle import EpisodeState, UnitState
 from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.record import Append
-from m2forge.pool.state import EpisodeState, UnitState
 from m2forge.pool.stored import Lease, Outcome, StoredCall
 from m2forge.pool.tables import call_table, episode_table, queue_table, unit_table
 from m2forge.records import Call, Domain, FinishReason, PolicyVersion, Reward, Task

@@ -25,7 +25,7 @@ from torch.multiprocessing.spawn import spawn
 from m2forge.model.build import build
 from m2forge.model.config import ModelConfig
 from m2forge.model.preset import preset
-from m2forge.plan.layout import Layout, link_bytes
+from m2forge.plan.parallel_layout import ParallelLayout, link_bytes
 from m2forge.records import Pack
 from m2forge.train.activation import MicroBatch
 from m2forge.train.config import MeshConfig, OptimizerConfig
@@ -38,10 +38,10 @@ LEAST_BYTES = 1 << 14
 """Smaller collectives, of counts and norms, do not count."""
 PROBE_BYTES, NUM_PROBES = 16 << 20, 5
 AXES = {
-    "replicate": (MeshConfig(replicate=2), Layout(2, 1, 1, 1, "none")),
-    "shard": (MeshConfig(shard=2), Layout(1, 2, 1, 1, "none")),
-    "context": (MeshConfig(context=2), Layout(1, 1, 2, 1, "none")),
-    "expert": (MeshConfig(shard=2, expert=2), Layout(1, 2, 1, 2, "none")),
+    "replicate": (MeshConfig(replicate=2), ParallelLayout(2, 1, 1, 1, "none")),
+    "shard": (MeshConfig(shard=2), ParallelLayout(1, 2, 1, 1, "none")),
+    "context": (MeshConfig(context=2), ParallelLayout(1, 1, 2, 1, "none")),
+    "expert": (MeshConfig(shard=2, expert=2), ParallelLayout(1, 2, 1, 2, "none")),
 }
 
 

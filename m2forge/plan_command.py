@@ -12,7 +12,7 @@ from m2forge.errors import ConfigError
 if TYPE_CHECKING:
     from m2forge.model.config import ModelConfig
     from m2forge.plan.gpu import GPU
-    from m2forge.plan.layout import Plan, Workload
+    from m2forge.plan.parallel_layout import Plan, Workload
     from m2forge.plan.simulation import Balance, Ring
     from m2forge.pretrain.config import PretrainConfig
     from m2forge.rl.config import RLConfig
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
         if getattr(args, name) <= 0:
             raise ConfigError(f"--{name} {getattr(args, name)}: expected a number above 0")
     from m2forge.plan.gpu import find_gpu
-    from m2forge.plan.layout import make_plans
+    from m2forge.plan.parallel_layout import make_plans
     from m2forge.plan.report import render, render_balance, to_json
 
     gpu = find_gpu(args.gpu)
@@ -97,7 +97,7 @@ def read_workload(source: str) -> "tuple[Workload, RLConfig | None]":
 
 def network_workload(name: str, network: "ModelConfig") -> "Workload":
     """Training at the native context, one path per micro-batch, a micro-batch per GPU."""
-    from m2forge.plan.layout import Workload
+    from m2forge.plan.parallel_layout import Workload
     from m2forge.train.activation import MicroBatch
 
     context = network.max_context
@@ -106,7 +106,7 @@ def network_workload(name: str, network: "ModelConfig") -> "Workload":
 
 def _pretrain_workload(config: "PretrainConfig") -> "Workload":
     from m2forge.model.preset import resolve_config
-    from m2forge.plan.layout import Workload
+    from m2forge.plan.parallel_layout import Workload
     from m2forge.pretrain.model_config import network_config
     from m2forge.train.activation import MicroBatch
     from m2forge.train.config import WalkConfig
@@ -132,7 +132,7 @@ def _pretrain_workload(config: "PretrainConfig") -> "Workload":
 
 def _sft_workload(config: "SFTConfig") -> "Workload":
     from m2forge.model.preset import resolve_config
-    from m2forge.plan.layout import Workload
+    from m2forge.plan.parallel_layout import Workload
     from m2forge.train.activation import MicroBatch
     from m2forge.train.config import WalkConfig
 
@@ -158,7 +158,7 @@ def _sft_workload(config: "SFTConfig") -> "Workload":
 
 def _rl_workload(config: "RLConfig") -> "Workload":
     from m2forge.model.preset import resolve_config
-    from m2forge.plan.layout import Workload
+    from m2forge.plan.parallel_layout import Workload
     from m2forge.train.activation import MicroBatch
     from m2forge.train.config import WalkConfig
 

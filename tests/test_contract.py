@@ -105,12 +105,6 @@ REPEATED_NAMES = {
     "format": "the protocol of chat formats; the gateway's choice of one",
     "model": "the model that users open, and the starter's copy for them to edit",
     "agent": "the agent domain of tasks, and the starter's copy for users to edit",
-    # Two things, of rooms in which files are not renamed lightly.
-    "keeper": "keeps processes alive for their owner: a run's servers, a sandbox's command",
-    "layout": "of GPUs in a plan; of files in an RL run",
-    "state": "of episodes in the pool; of a terminal task's workspace, a file that written folders carry",
-    "answer": "compared in tasks, a file that written folders carry; extracted in pipelines",
-    "sample": "of a completion; of the files that a terminal task shows",
 }
 """File names that occur more than once, and what they stand for. Every other name stands for one file."""
 PRIVATE = r"_[^_].*"

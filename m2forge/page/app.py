@@ -48,7 +48,7 @@ from m2forge.page.pool_reader import PoolMissing, PoolReader
 from m2forge.page.queue_view import queue_now, queue_past
 from m2forge.page.run_folder import Run
 from m2forge.page.run_list import RunList
-from m2forge.pool.state import EpisodeState
+from m2forge.pool.lifecycle import EpisodeState
 from m2forge.records import Domain, JsonValue
 
 COOKIE = "m2forge_page"

@@ -34,8 +34,8 @@ from m2forge.page.message_part import LOOK_BACK, TokenText, cut_prompt
 from m2forge.page.pool_reader import PoolReader
 from m2forge.page.run_folder import Run
 from m2forge.page.tree_outline import Trajectory
+from m2forge.pool.lifecycle import EpisodeState
 from m2forge.pool.queue import read_queue
-from m2forge.pool.state import EpisodeState
 from m2forge.pool.stored import TOOLS, StoredEpisode, read_roles, read_units
 from m2forge.pool.tables import episode_table, unit_table
 from m2forge.records import CallRole, JsonValue

@@ -34,8 +34,8 @@ from m2forge.page.message_part import LOOK_BACK, Part, TokenText, cut_completion
 from m2forge.page.pool_reader import PoolReader
 from m2forge.page.run_folder import RATIOS_FOLDER, Run, known_keys
 from m2forge.page.tree_outline import Trajectory
+from m2forge.pool.lifecycle import EpisodeState
 from m2forge.pool.queue import read_queue
-from m2forge.pool.state import EpisodeState
 from m2forge.pool.stored import TOOLS, read_roles, read_task, read_tree
 from m2forge.pool.tables import call_table, episode_table, unit_table
 from m2forge.records import FloatArray, JsonValue, Task

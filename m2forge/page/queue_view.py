@@ -15,8 +15,8 @@ from itertools import accumulate
 from sqlalchemy import Connection, func, select
 
 from m2forge.pool.config import PoolConfig
+from m2forge.pool.lifecycle import UnitState
 from m2forge.pool.queue import read_queue, read_tally
-from m2forge.pool.state import UnitState
 from m2forge.pool.tables import episode_table, unit_table
 from m2forge.records import JsonValue
 

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from m2forge.plan.gpu import GPU
-from m2forge.plan.layout import Plan, Workload, needs_pipeline
+from m2forge.plan.parallel_layout import Plan, Workload, needs_pipeline
 from m2forge.plan.simulation import Balance
 
 MAX_REFUSED = 5

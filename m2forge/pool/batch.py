@@ -39,8 +39,7 @@ from sqlalchemy import (
 )
 
 from m2forge.pool.config import PoolConfig
-from m2forge.pool.queue import TRAINED, QueueRow, UnitRow, Watch, count, drop_group, lock_queue, requeue_group
-from m2forge.pool.state import (
+from m2forge.pool.lifecycle import (
     DropReason,
     EpisodeState,
     Origin,
@@ -49,6 +48,7 @@ from m2forge.pool.state import (
     move_episodes,
     move_units,
 )
+from m2forge.pool.queue import TRAINED, QueueRow, UnitRow, Watch, count, drop_group, lock_queue, requeue_group
 from m2forge.pool.stored import make_label, split_label
 from m2forge.pool.tables import QUEUE_ID, batch_table, episode_table, fork_table, queue_table, unit_table
 from m2forge.pool.window import Unit, Window

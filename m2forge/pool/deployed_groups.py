@@ -9,9 +9,9 @@ from sqlalchemy import Connection, insert, select
 
 from m2forge.errors import ExistsError, M2ForgeError, RecordError
 from m2forge.pool.config import PoolConfig
+from m2forge.pool.lifecycle import EpisodeState, Origin, move_episodes
 from m2forge.pool.queue import Slot, add_unit, fresh_episode, leases_in, read_queue, unit_size
 from m2forge.pool.record import Ending, Rewarding, end_each, reward_unit
-from m2forge.pool.state import EpisodeState, Origin, move_episodes
 from m2forge.pool.stored import Outcome, StoredCall
 from m2forge.pool.tables import episode_table
 from m2forge.records import Reward, Task

@@ -35,9 +35,9 @@ from m2forge.pool.batch import Claim, Restored, Wanted
 from m2forge.pool.config import PoolConfig, RetentionConfig
 from m2forge.pool.deployed_groups import DeployedEpisode
 from m2forge.pool.dialect import Database
+from m2forge.pool.lifecycle import EpisodeState, LeaseLostError, UnitState, in_state
 from m2forge.pool.queue import Tally, UnreplacedGroup, Watch, read_queue, read_tally
 from m2forge.pool.record import Append, Ending, Rewarding
-from m2forge.pool.state import EpisodeState, LeaseLostError, UnitState, in_state
 from m2forge.pool.stored import Lease, Outcome, Queued, StoredCall, StoredUnit, read_units
 from m2forge.pool.tables import (
     QUEUE_ID,

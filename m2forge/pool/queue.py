@@ -17,7 +17,7 @@ from sqlalchemy import Connection, Row, delete, func, insert, select, tuple_, up
 from m2forge.errors import RecordError
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.dialect import add_up
-from m2forge.pool.state import (
+from m2forge.pool.lifecycle import (
     DropReason,
     EpisodeState,
     LeaseLostError,

@@ -29,8 +29,7 @@ from sqlalchemy import (
 from m2forge.errors import M2ForgeError, RecordError
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.dialect import add_calls
-from m2forge.pool.queue import UnitRow, describe_loss, drop_group, lock_unit
-from m2forge.pool.state import (
+from m2forge.pool.lifecycle import (
     DropReason,
     EpisodeState,
     LeaseLostError,
@@ -40,6 +39,7 @@ from m2forge.pool.state import (
     move_episodes,
     move_units,
 )
+from m2forge.pool.queue import UnitRow, describe_loss, drop_group, lock_unit
 from m2forge.pool.stored import Lease, Outcome, StoredCall, reward_text
 from m2forge.pool.tables import episode_table, fork_table, unit_table
 from m2forge.records import Reward

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from sqlalchemy import Connection, Row, select
 
 from m2forge.errors import RecordError
-from m2forge.pool.state import Origin
+from m2forge.pool.lifecycle import Origin
 from m2forge.pool.tables import call_table, episode_table, unit_table
 from m2forge.records import (
     Call,

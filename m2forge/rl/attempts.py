@@ -45,9 +45,9 @@ from m2forge.agents.loop_agent import LoopAgent
 from m2forge.agents.program import inside_path, require_inside, require_program, require_version, visible
 from m2forge.agents.worker_pool import WorkerPool
 from m2forge.errors import M2ForgeError, RunError
+from m2forge.pool.lifecycle import EpisodeState, LeaseLostError, StateError
 from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.record import Rewarding
-from m2forge.pool.state import EpisodeState, LeaseLostError, StateError
 from m2forge.pool.stored import TOOLS, Lease, Outcome, StoredEpisode, StoredUnit, role_artifacts
 from m2forge.records import Episode, Submission, Task, Verdict
 from m2forge.reward.judge import Attempt, Judge, Judged

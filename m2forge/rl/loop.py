@@ -30,7 +30,7 @@ drawn twice.
 #     tasks/runner.py                   draws and verifies tasks in worker processes
 #     tasks/family.py                   a family's tasks and verdicts
 #     pool/queue.py                     groups queued and leased
-#     pool/state.py                     states of episodes and units
+#     pool/lifecycle.py                 states of episodes and units
 #     rl/attempts.py                    attempts, from lease to reward
 #     agents/attempt.py                 one attempt: workspace, episode, agent, verdict
 #     agents/workspace.py               its folders
@@ -72,8 +72,8 @@ from m2forge.model.hub import find_folder, pinned
 from m2forge.observe.metrics import FILE_NAME, StepMetrics, read_last_step
 from m2forge.observe.progress import progress
 from m2forge.observe.tracker import require_writers
+from m2forge.pool.lifecycle import StateError, UnitState
 from m2forge.pool.pool import Pool, PoolWriter
-from m2forge.pool.state import StateError, UnitState
 from m2forge.pool.stored import Lease, Queued
 from m2forge.records import JsonValue, PolicyVersion, Task
 from m2forge.reward.judge import Judge

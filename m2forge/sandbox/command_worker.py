@@ -1,9 +1,9 @@
-"""Runs a command under its keeper: start, input, output, limits, and killing it with all that it started.
+"""Runs a command under its reaper: start, input, output, limits, and killing it with all that it started.
 
-    keeper's sockets   control ──▶ what to run; closing it kills          status ◀── how it ended
+    reaper's sockets   control ──▶ what to run; closing it kills          status ◀── how it ended
     command's pipes    stdin ──▶                                           stdout, stderr ◀──
 
-Data on `status` must be exactly the two messages that a keeper sends (keeper.py). Anything else was written by the
+Data on `status` must be exactly the two messages that a reaper sends (reaper.py). Anything else was written by the
 command, or by a process that it reached: the command is killed with the reason `tampered`.
 """
 
@@ -21,25 +21,25 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from m2forge.protocols import Command, Outcome, OutcomeReason
-from m2forge.sandbox import keeper
+from m2forge.sandbox import reaper
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.sandbox.stream import Drain, Source, StreamWorker
 
-_KEEPER = (
+_REAPER = (
     "import sys; folder, _, file = sys.argv.pop(1).rpartition('/'); sys.path.append(folder); "
     "__import__(file.removesuffix('.py')).main()"
 )
 """Runs the module in the file that the first argument names; what remains are CONTROL and STATUS."""
 _LOADER = ("LD_LIBRARY_PATH",)
-"""Environment variables that the keeper's interpreter may need to start; no others, because a command can read them."""
-STUCK_S = keeper.GIVE_UP_S + 5.0
-"""A keeper that is this late was stopped by its command or is stuck, so it is killed."""
+"""Environment variables that the reaper's interpreter may need to start; no others, because a command can read them."""
+STUCK_S = reaper.GIVE_UP_S + 5.0
+"""A reaper that is this late was stopped by its command or is stuck, so it is killed."""
 LAST_WORDS_S = 1.0
 """How long streams may stay open after all processes are dead: one may have passed them to an unrelated process."""
-_ALL_BYTES = keeper.STARTED.size + keeper.REPORT.size
-"""Total bytes that a keeper sends: one message of each kind."""
+_ALL_BYTES = reaper.STARTED.size + reaper.REPORT.size
+"""Total bytes that a reaper sends: one message of each kind."""
 _Report = tuple[int, bool, bool, float, int]
-"""See `keeper.REPORT`."""
+"""See `reaper.REPORT`."""
 
 
 class ProcessWorker(StreamWorker):
@@ -47,9 +47,9 @@ class ProcessWorker(StreamWorker):
         super().__init__(config, is_fed=is_fed)
         self._command = command
         self._timeout_s = min(config.timeout_s, command.timeout_s or config.timeout_s)
-        self._secret = os.urandom(keeper.SECRET_BYTES)
+        self._secret = os.urandom(reaper.SECRET_BYTES)
         self._messages = bytearray()
-        """Bytes received on `status`, cut to one more than a keeper sends."""
+        """Bytes received on `status`, cut to one more than a reaper sends."""
         self._is_over = False
         self._killed: list[int] = []
         """A pidfd for each process that this side killed itself."""
@@ -62,7 +62,7 @@ class ProcessWorker(StreamWorker):
         status_end, status = (end.detach() for end in socket.socketpair())
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _KEEPER, keeper.__file__, str(control_end), str(status_end)],
+                [sys.executable, "-I", "-S", "-c", _REAPER, reaper.__file__, str(control_end), str(status_end)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT if self._command.merges_stderr else subprocess.PIPE,
@@ -89,14 +89,14 @@ class ProcessWorker(StreamWorker):
             self._streams.send_all(self._command.stdin)
         loop = asyncio.get_running_loop()
         limit_s = self._timeout_s + self._config.grace_s + STUCK_S
-        self._alarm = loop.call_later(limit_s, self._kill_keeper, OutcomeReason.TIMEOUT)
+        self._alarm = loop.call_later(limit_s, self._kill_reaper, OutcomeReason.TIMEOUT)
         self.ended = loop.create_task(self._finish())
 
     def kill(self, reason: OutcomeReason) -> None:
         if self._reason is None and not self._is_over:
             self._reason = reason
             self._alarm.cancel()
-            self._alarm = asyncio.get_running_loop().call_later(STUCK_S, self._kill_keeper, reason)
+            self._alarm = asyncio.get_running_loop().call_later(STUCK_S, self._kill_reaper, reason)
         self._control.abort()
 
     # -- lifecycle -----------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class ProcessWorker(StreamWorker):
             "RLIMIT_CORE": 0,
         }
         set_limits = {name: most for name, most in limits.items() if most is not None}
-        return keeper.Order(
+        return reaper.Order(
             self._secret, list(command.argv), dict(env), str(folder), set_limits, self._timeout_s, config.grace_s
         ).pack()
 
@@ -123,14 +123,14 @@ class ProcessWorker(StreamWorker):
         await self._streams.connect(process.stdin, process.stdout, process.stderr)
 
     async def _finish(self) -> Outcome:
-        """Wait for the keeper's end, after which none of the command's processes is left."""
+        """Wait for the reaper's end, after which none of the command's processes is left."""
         await self._status.ended
         finished_s = time.time()
         self._alarm.cancel()
-        self._process.wait()  # The keeper closes its status socket by exiting.
+        self._process.wait()  # The reaper closes its status socket by exiting.
         self._is_over = True
         if len(self._messages) < _ALL_BYTES and (command := self._read_command()) is not None:
-            # The keeper was killed before it could report. The command died with it; this kills the command's group.
+            # The reaper was killed before it could report. The command died with it; this kills the command's group.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(command, signal.SIGKILL)
         await self._await_deaths()
@@ -139,17 +139,17 @@ class ProcessWorker(StreamWorker):
         self._control.abort()
         return self._judge(finished_s)
 
-    def _kill_keeper(self, reason: OutcomeReason) -> None:
-        """Kill the keeper and all of its descendants, which it can then not kill itself."""
+    def _kill_reaper(self, reason: OutcomeReason) -> None:
+        """Kill the reaper and all of its descendants, which it can then not kill itself."""
         self._reason = self._reason or reason
-        for process in (*keeper.descendants(self._process.pid), self._process.pid):
+        for process in (*reaper.descendants(self._process.pid), self._process.pid):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 self._killed.append(os.pidfd_open(process))
                 os.kill(process, signal.SIGKILL)
 
     async def _await_deaths(self) -> None:
         """Wait until the processes that this side killed are dead, which takes a moment after the signal."""
-        end_s = time.monotonic() + keeper.GIVE_UP_S
+        end_s = time.monotonic() + reaper.GIVE_UP_S
         for process in self._killed:
             death = select.poll()
             death.register(process, select.POLLIN)
@@ -159,7 +159,7 @@ class ProcessWorker(StreamWorker):
         self._killed.clear()
 
     def _judge(self, finished_s: float) -> Outcome:
-        # Without a report the keeper was killed: by this side with a reason, or by another process.
+        # Without a report the reaper was killed: by this side with a reason, or by another process.
         report: _Report = (signal.SIGKILL.value, False, self._reason is not None, 0.0, 0)
         wait_status, is_timeout, is_requested, cpu_s, max_memory_bytes = self._read_report() or report
         status = os.waitstatus_to_exitcode(wait_status)
@@ -183,24 +183,24 @@ class ProcessWorker(StreamWorker):
         size = len(self._messages)
         is_wrong = (
             size > _ALL_BYTES
-            or (size >= keeper.STARTED.size and self._read_command() is None)
+            or (size >= reaper.STARTED.size and self._read_command() is None)
             or (size >= _ALL_BYTES and self._read_report() is None)
         )
         if is_wrong:
-            self._kill_keeper(OutcomeReason.TAMPERED)
+            self._kill_reaper(OutcomeReason.TAMPERED)
 
     def _read_command(self) -> int | None:
-        """The command's process id, also its group id; None unless the keeper has sent it."""
-        if len(self._messages) < keeper.STARTED.size:
+        """The command's process id, also its group id; None unless the reaper has sent it."""
+        if len(self._messages) < reaper.STARTED.size:
             return None
-        secret, command = keeper.STARTED.unpack_from(self._messages)
+        secret, command = reaper.STARTED.unpack_from(self._messages)
         return command if secret == self._secret and 1 < command < 1 << 31 else None
 
     def _read_report(self) -> _Report | None:
-        """The keeper's report; None unless the keeper sent it and nothing else was sent."""
+        """The reaper's report; None unless the reaper sent it and nothing else was sent."""
         if len(self._messages) != _ALL_BYTES or self._read_command() is None:
             return None
-        secret, *report = keeper.REPORT.unpack_from(self._messages, keeper.STARTED.size)
+        secret, *report = reaper.REPORT.unpack_from(self._messages, reaper.STARTED.size)
         wait_status, is_timeout, is_requested, cpu_s, max_memory_bytes = report
         is_sound = secret == self._secret and 0 <= cpu_s < math.inf and max_memory_bytes >= 0
         return (wait_status, is_timeout, is_requested, cpu_s, max_memory_bytes) if is_sound else None

@@ -4,9 +4,9 @@ import pytest
 from sqlalchemy import select
 
 from m2forge.pool.config import PoolConfig, RetentionConfig
+from m2forge.pool.lifecycle import DropReason, StateError
 from m2forge.pool.pool import Pool
 from m2forge.pool.queue import REQUEUED, SUBMITTED, TRAINED, dropped
-from m2forge.pool.state import DropReason, StateError
 from m2forge.pool.stored import StoredUnit, read_units
 from m2forge.pool.tables import fork_table, unit_table
 from m2forge.records import Domain

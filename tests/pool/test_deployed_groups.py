@@ -7,9 +7,9 @@ import pytest
 from m2forge.errors import ExistsError, RecordError
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.deployed_groups import DeployedEpisode
+from m2forge.pool.lifecycle import DropReason, EpisodeState
 from m2forge.pool.pool import Pool
 from m2forge.pool.queue import dropped
-from m2forge.pool.state import DropReason, EpisodeState
 from m2forge.pool.stored import CallWriter
 from m2forge.records import Domain
 from tests.pool.scene import VOCAB_SIZE, calls, play_all, reward, task, version, windowed

@@ -7,9 +7,9 @@ import pytest
 
 from m2forge.errors import RecordError
 from m2forge.pool.config import PoolConfig
+from m2forge.pool.lifecycle import LeaseLostError, StateError
 from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.record import Append, Ending, Rewarding
-from m2forge.pool.state import LeaseLostError, StateError
 from m2forge.pool.stored import Lease, Outcome
 from tests.pool.scene import VOCAB_SIZE, calls, reward, task, version
 

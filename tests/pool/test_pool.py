@@ -7,10 +7,10 @@ from sqlalchemy import select, update
 
 from m2forge.errors import ConfigError, RecordError
 from m2forge.pool.config import PoolConfig
+from m2forge.pool.lifecycle import DropReason, EpisodeState, LeaseLostError, StateError
 from m2forge.pool.pool import Pool
 from m2forge.pool.queue import dropped
 from m2forge.pool.record import Append
-from m2forge.pool.state import DropReason, EpisodeState, LeaseLostError, StateError
 from m2forge.pool.stored import Outcome, Queued
 from m2forge.pool.tables import SCHEMA_VERSION, episode_table, queue_table
 from m2forge.records import Domain

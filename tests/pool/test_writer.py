@@ -7,8 +7,8 @@ import pytest
 
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.dialect import PoolError
+from m2forge.pool.lifecycle import LeaseLostError
 from m2forge.pool.pool import Pool, PoolWriter
-from m2forge.pool.state import LeaseLostError
 from m2forge.pool.stored import Lease, Outcome
 from tests.pool.scene import VOCAB_SIZE, calls, reward, task, version
 

@@ -18,8 +18,8 @@ from sqlalchemy import select
 
 from m2forge.gateway.config import GatewayConfig
 from m2forge.model.config_file import read_config
+from m2forge.pool.lifecycle import Origin, UnitState
 from m2forge.pool.pool import Pool, PoolWriter
-from m2forge.pool.state import Origin, UnitState
 from m2forge.pool.stored import StoredEpisode, StoredUnit, read_roles, read_units
 from m2forge.pool.tables import unit_table
 from m2forge.records import Domain, JsonValue, Task

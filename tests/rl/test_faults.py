@@ -29,8 +29,8 @@ from examples.demo import CONFIGS, Demo, set_options
 from m2forge.config import load
 from m2forge.model.config_file import read_config
 from m2forge.observe.metrics import read_last_step
+from m2forge.pool.lifecycle import UnitState
 from m2forge.pool.pool import Pool
-from m2forge.pool.state import UnitState
 from m2forge.pool.tables import episode_table, unit_table
 from m2forge.rl.config import RLConfig
 from m2forge.rl.eval import read_results

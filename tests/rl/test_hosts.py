@@ -18,8 +18,8 @@ from sqlalchemy import Row, select
 from m2forge.cluster.process_record import RoleHistory, read_histories
 from m2forge.gateway.episodes.closed_journal import journal_ids
 from m2forge.model.config_file import read_config
+from m2forge.pool.lifecycle import EpisodeState
 from m2forge.pool.pool import Pool
-from m2forge.pool.state import EpisodeState
 from m2forge.pool.tables import episode_table, unit_table
 from m2forge.records import VerdictReason
 from m2forge.rl.config import RLConfig

@@ -25,9 +25,9 @@ from m2forge.model.checkpoint import load_model
 from m2forge.model.config_file import read_config
 from m2forge.pool import queue as submission
 from m2forge.pool.batch import fork
+from m2forge.pool.lifecycle import UnitState
 from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.queue import count
-from m2forge.pool.state import UnitState
 from m2forge.pool.tables import fork_table, unit_table
 from m2forge.records import Domain, PolicyVersion, Task
 from m2forge.rl.config import RLConfig

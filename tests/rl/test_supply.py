@@ -12,8 +12,8 @@ import pytest
 from sqlalchemy import select
 
 from m2forge.pool.batch import Claim
+from m2forge.pool.lifecycle import UnitState, move_units
 from m2forge.pool.pool import Pool, PoolWriter
-from m2forge.pool.state import UnitState, move_units
 from m2forge.pool.stored import Lease, make_label
 from m2forge.pool.tables import unit_table
 from m2forge.records import Domain, PolicyVersion, Task

@@ -19,8 +19,8 @@ from m2forge.model.checkpoint import load_model
 from m2forge.model.lora import is_adapter_folder
 from m2forge.observe.busy import FOLDER_VARIABLE, read_busy
 from m2forge.observe.metrics import read_metrics
+from m2forge.pool.lifecycle import StateError
 from m2forge.pool.pool import Pool
-from m2forge.pool.state import StateError
 from m2forge.pool.tables import episode_table, unit_table
 from m2forge.records import PolicyVersion
 from m2forge.rl.config import RLConfig

@@ -150,7 +150,7 @@ def test_a_fork_of_us_does_not_keep_the_family_alive(tmp_path: Path) -> None:
         parent.wait()
 
 
-def test_a_command_that_kills_its_keeper_dies(tmp_path: Path) -> None:
+def test_a_command_that_kills_its_reaper_dies(tmp_path: Path) -> None:
     script = "sh -c 'echo $$; exec sleep 60' & sleep 0.2; kill -9 $PPID; sleep 60"
     outcome = asyncio.run(ProcessSandbox(tmp_path).run(Command(("sh", "-c", script))))
     assert (outcome.reason, outcome.status) == (OutcomeReason.SIGNALLED, -9)
@@ -159,7 +159,7 @@ def test_a_command_that_kills_its_keeper_dies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reason", [OutcomeReason.TIMEOUT, OutcomeReason.KILLED])
-def test_a_command_that_stops_its_keeper_ends(
+def test_a_command_that_stops_its_reaper_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: OutcomeReason
 ) -> None:
     monkeypatch.setattr("m2forge.sandbox.command_worker.STUCK_S", 0.2)

@@ -24,12 +24,12 @@ from typing import cast
 
 from m2forge.pipelines.stage import Context, Item, Rejection, Stage
 from m2forge.pipelines.terminal import fixture, state
-from m2forge.pipelines.terminal.answer import candidates, is_placeholder, shown_outputs, steps, with_name
 from m2forge.pipelines.terminal.config import TerminalConfig
 from m2forge.pipelines.terminal.operand import Operand, Role, operands
 from m2forge.pipelines.terminal.posts import Block, plain, read_blocks
 from m2forge.pipelines.terminal.programs import refusals
-from m2forge.pipelines.terminal.sample import Shown, file_names, read_shown
+from m2forge.pipelines.terminal.sample_file import Shown, file_names, read_shown
+from m2forge.pipelines.terminal.script import candidates, is_placeholder, shown_outputs, steps, with_name
 from m2forge.pipelines.terminal.shell import ShellError, SimpleCommand, functions, read_commands
 from m2forge.protocols import Command, OutcomeReason, Sandbox
 from m2forge.records import JsonValue

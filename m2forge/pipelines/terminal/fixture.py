@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from m2forge.pipelines.terminal.operand import Operand, Role
-from m2forge.pipelines.terminal.sample import Shown, file_names
+from m2forge.pipelines.terminal.sample_file import Shown, file_names
 from m2forge.pipelines.terminal.shell import SimpleCommand
 from m2forge.records import JsonValue
 

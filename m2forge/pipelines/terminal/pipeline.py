@@ -40,11 +40,11 @@ from m2forge.pipelines.completion import EndpointError
 from m2forge.pipelines.output import WriteFolders
 from m2forge.pipelines.shell_agent import Malformed, Shell, converse
 from m2forge.pipelines.stage import Context, Item, Messages, Pipeline, Rejection, Rule, Source, Stage
-from m2forge.pipelines.terminal import answer
 from m2forge.pipelines.terminal.build import Build, Unusable, prepare, read_question
 from m2forge.pipelines.terminal.config import SolverConfig, TerminalConfig
 from m2forge.pipelines.terminal.operand import Role
 from m2forge.pipelines.terminal.posts import Block, EgSource, InterCodeSource, PostsSource, plain
+from m2forge.pipelines.terminal.script import candidates, steps
 from m2forge.pipelines.terminal.task_folder import folder_name, instruction, instructions, task_files
 from m2forge.records import JsonValue, Verdict
 from m2forge.tasks.folders.environment import FolderEnvironment
@@ -181,7 +181,7 @@ def check_gates(item: Item, config: TerminalConfig) -> Item | Rejection:
 def extract(item: Item, config: TerminalConfig) -> Item | Rejection:
     """Commands that can run: at least one candidate of the answer uses only programs that the image has."""
     question = read_question(item)
-    found = answer.candidates(answer.steps(question.answer))
+    found = candidates(steps(question.answer))
     if not found:
         return Rejection("no command in the answer", {"answer": plain(question.answer)[:300]})
     first: Unusable | None = None

@@ -28,9 +28,9 @@ import tomli_w
 from m2forge.config import TomlValue
 from m2forge.pipelines.stage import Item
 from m2forge.pipelines.terminal import programs, state
-from m2forge.pipelines.terminal.answer import is_commands, without_prompts
 from m2forge.pipelines.terminal.build import ENV, OUTPUT, WORKSPACE
 from m2forge.pipelines.terminal.posts import Block, markdown, read_blocks
+from m2forge.pipelines.terminal.script import is_commands, without_prompts
 from m2forge.pipelines.terminal.shell import SimpleCommand, read_commands
 from m2forge.tasks.folders.folder import CONFIG_NAME, INSTRUCTION_NAME, FileKind, FolderFile
 from m2forge.tasks.folders.task_toml import SCHEMA_VERSIONS

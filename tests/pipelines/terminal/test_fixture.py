@@ -13,7 +13,7 @@ from m2forge.pipelines.terminal import fixture, pipeline, state
 from m2forge.pipelines.terminal.config import TerminalConfig
 from m2forge.pipelines.terminal.operand import Role, operands
 from m2forge.pipelines.terminal.posts import Block, markdown, read_blocks
-from m2forge.pipelines.terminal.sample import read_shown
+from m2forge.pipelines.terminal.sample_file import read_shown
 from m2forge.pipelines.terminal.shell import read_commands
 from m2forge.pipelines.terminal.task_folder import instructions
 

@@ -11,8 +11,8 @@ import pytest
 
 from m2forge.errors import DataError, NotFoundError
 from m2forge.pipelines.stage import Context, Item, Rejection
-from m2forge.pipelines.terminal.answer import candidates, steps
 from m2forge.pipelines.terminal.posts import EgSource, InterCodeSource, read_blocks
+from m2forge.pipelines.terminal.script import candidates, steps
 
 EG = """# cut
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from m2forge.pipelines.terminal.answer import candidates, is_commands, steps, with_name, without_prompts
 from m2forge.pipelines.terminal.operand import operands
 from m2forge.pipelines.terminal.posts import read_blocks
 from m2forge.pipelines.terminal.programs import refusals
+from m2forge.pipelines.terminal.script import candidates, is_commands, steps, with_name, without_prompts
 from m2forge.pipelines.terminal.shell import ShellError, functions, read_commands
 
 

@@ -1,4 +1,4 @@
-"""The channel between a sandbox and its keeper: a command cannot forge what comes on it, and dies where it tries."""
+"""The channel between a sandbox and its reaper: a command cannot forge what comes on it, and dies where it tries."""
 
 import asyncio
 import os
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from m2forge.protocols import Command, Outcome, OutcomeReason
-from m2forge.sandbox import keeper
-from m2forge.sandbox.keeper import LIMITS, Order
+from m2forge.sandbox import reaper
 from m2forge.sandbox.process import ProcessSandbox
+from m2forge.sandbox.reaper import LIMITS, Order
 from tests.sandbox.test_kill import lives, wait_until
 
 OPEN = """
@@ -36,12 +36,12 @@ if taken >= 0:
     os.write(taken, b"garbage " * 16)
     time.sleep(60)
 """
-FAKE_KEEPER = """
+FAKE_REAPER = """
 import os, sys, time
 control, status = int(sys.argv[1]), int(sys.argv[2])
 secret = os.read(control, 24)[8:]
 sys.path.insert(0, ROOT)
-from m2forge.sandbox.keeper import REPORT, STARTED
+from m2forge.sandbox.reaper import REPORT, STARTED
 me = os.getpid()
 os.write(status, MESSAGES)
 time.sleep(60)
@@ -52,13 +52,13 @@ def run(folder: Path, *argv: str) -> Outcome:
     return asyncio.run(asyncio.wait_for(ProcessSandbox(folder).run(Command(argv)), 50))
 
 
-def test_a_command_cannot_open_its_keepers_channel(tmp_path: Path) -> None:
+def test_a_command_cannot_open_its_reapers_channel(tmp_path: Path) -> None:
     outcome = run(tmp_path, sys.executable, "-c", OPEN)
     assert (outcome.reason, outcome.status, outcome.stderr.text()) == (OutcomeReason.EXITED, 0, "")
     assert len(outcome.stdout.text().splitlines()) == 2, "both were tried and refused"
 
 
-def test_a_command_that_takes_its_keepers_channel_is_killed(tmp_path: Path) -> None:
+def test_a_command_that_takes_its_reapers_channel_is_killed(tmp_path: Path) -> None:
     outcome = run(tmp_path, sys.executable, "-c", TAKE)
     # Only root can take a descriptor of a process that is not dumpable.
     expected = OutcomeReason.TAMPERED if os.geteuid() == 0 else OutcomeReason.EXITED
@@ -82,10 +82,10 @@ def test_a_command_that_takes_its_keepers_channel_is_killed(tmp_path: Path) -> N
     ],
 )
 def test_a_malformed_message_kills_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, messages: str) -> None:
-    root = Path(keeper.__file__).parent.parent.parent
+    root = Path(reaper.__file__).parent.parent.parent
     script = tmp_path / "fake.py"
-    script.write_text(FAKE_KEEPER.replace("ROOT", repr(str(root))).replace("MESSAGES", messages))
-    monkeypatch.setattr(keeper, "__file__", str(script))
+    script.write_text(FAKE_REAPER.replace("ROOT", repr(str(root))).replace("MESSAGES", messages))
+    monkeypatch.setattr(reaper, "__file__", str(script))
     outcome = run(tmp_path, "true")
     assert (outcome.reason, outcome.status, outcome.cpu_s) == (OutcomeReason.TAMPERED, -9, 0.0)
 

@@ -54,7 +54,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     replicate: int
     shard: int
     context: int
@@ -78,7 +78,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Plan:
-    layout: Layout
+    layout: ParallelLayout
     memory: RankMemory
     capacity: float
     """Bytes of a GPU's memory."""
@@ -110,14 +110,14 @@ class Plan:
         return f"needs {self.memory.total / 1e9:.1f} of {have:.1f} GB ({named})"
 
 
-def list_layouts(network: ModelConfig, num_gpus: int, offered: tuple[str, ...] = RECOMPUTE) -> Iterator[Layout]:
+def list_layouts(network: ModelConfig, num_gpus: int, offered: tuple[str, ...] = RECOMPUTE) -> Iterator[ParallelLayout]:
     num_experts = 1 if network.moe is None else network.moe.num_experts
     for holders in _divisors(num_gpus):
         for context in _divisors(holders):
             for expert in _divisors(holders):
                 if num_experts % expert == 0 and _divides_heads(network, context):
                     for recompute in offered:
-                        yield Layout(num_gpus // holders, holders // context, context, expert, recompute)
+                        yield ParallelLayout(num_gpus // holders, holders // context, context, expert, recompute)
 
 
 def _divides_heads(network: ModelConfig, context: int) -> bool:
@@ -137,7 +137,7 @@ def make_plans(workload: Workload, gpu: GPU, num_gpus: int, price: float, networ
     return sorted(plans, key=lambda plan: (not plan.fits, -plan.tokens_per_s if plan.fits else plan.memory.total))
 
 
-def rank_step(workload: Workload, layout: Layout) -> TrainingStep:
+def rank_step(workload: Workload, layout: ParallelLayout) -> TrainingStep:
     """What one rank trains."""
     num_batches = 1
     if workload.packs_per_step is not None:
@@ -163,7 +163,7 @@ def rank_step(workload: Workload, layout: Layout) -> TrainingStep:
     )
 
 
-def make_plan(workload: Workload, layout: Layout, gpu: GPU, price: float, network_rate: float) -> Plan:
+def make_plan(workload: Workload, layout: ParallelLayout, gpu: GPU, price: float, network_rate: float) -> Plan:
     """`network_rate`: bytes per second of a GPU to other nodes."""
     step, num_gpus = rank_step(workload, layout), layout.num_gpus
     work = step_work(step)
@@ -198,7 +198,7 @@ def make_plan(workload: Workload, layout: Layout, gpu: GPU, price: float, networ
     )
 
 
-def link_bytes(step: TrainingStep, layout: Layout) -> dict[str, float]:
+def link_bytes(step: TrainingStep, layout: ParallelLayout) -> dict[str, float]:
     """Bytes that a rank receives in a step, by axis, with every expert equally likely."""
     traffic = dict.fromkeys(("replicate", "shard", "expert", "context"), 0.0)
     num_backward = step.num_batches * step.num_segments

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from m2forge.pipelines.terminal import programs
-from m2forge.pipelines.terminal.answer import is_commands, without_prompts
 from m2forge.pipelines.terminal.posts import Block
+from m2forge.pipelines.terminal.script import is_commands, without_prompts
 
 _NAME = r"[\w@%+~-][\w.@%+~-]*"
 _FILE_NAME = re.compile(rf"(?<![\w/.-])((?:{_NAME}/)*{_NAME}\.[A-Za-z]\w{{0,5}})(?![\w/-])")

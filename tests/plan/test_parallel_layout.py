@@ -13,7 +13,7 @@ from m2forge.errors import NotFoundError
 from m2forge.model.build import build
 from m2forge.model.preset import preset
 from m2forge.plan.gpu import find_gpu
-from m2forge.plan.layout import Layout, Workload, link_bytes, list_layouts, make_plans, rank_step
+from m2forge.plan.parallel_layout import ParallelLayout, Workload, link_bytes, list_layouts, make_plans, rank_step
 from m2forge.plan.report import render, to_json
 from m2forge.train.activation import MicroBatch
 from m2forge.train.config import MeshConfig, OptimizerConfig
@@ -33,11 +33,11 @@ LEAST_BYTES = 512
 
 
 MESHES = {
-    "shard": (MeshConfig(shard=2), Layout(1, 2, 1, 1, "none")),
-    "replicate": (MeshConfig(replicate=2), Layout(2, 1, 1, 1, "none")),
-    "context": (MeshConfig(context=2), Layout(1, 1, 2, 1, "none")),
-    "expert": (MeshConfig(shard=2, expert=2), Layout(1, 2, 1, 2, "none")),
-    "context, recomputed": (MeshConfig(context=2), Layout(1, 1, 2, 1, "block")),
+    "shard": (MeshConfig(shard=2), ParallelLayout(1, 2, 1, 1, "none")),
+    "replicate": (MeshConfig(replicate=2), ParallelLayout(2, 1, 1, 1, "none")),
+    "context": (MeshConfig(context=2), ParallelLayout(1, 1, 2, 1, "none")),
+    "expert": (MeshConfig(shard=2, expert=2), ParallelLayout(1, 2, 1, 2, "none")),
+    "context, recomputed": (MeshConfig(context=2), ParallelLayout(1, 1, 2, 1, "block")),
 }
 
 
@@ -107,7 +107,7 @@ def test_too_large_a_network_is_refused_with_its_reason() -> None:
 def test_a_pack_per_step_leaves_ranks_idle() -> None:
     network = preset("m2-tiny")
     workload = Workload("m2-tiny", network, MicroBatch(64, 64, 64), packs_per_step=6)
-    assert rank_step(workload, Layout(4, 1, 1, 1, "none")).num_batches == 2
+    assert rank_step(workload, ParallelLayout(4, 1, 1, 1, "none")).num_batches == 2
 
 
 def test_an_unknown_gpu_is_named() -> None:

@@ -1,12 +1,12 @@
-"""The keeper process between a sandbox and a command: starts the command, waits for it, and kills all it started.
+"""The reaper process between a sandbox and a command: starts the command, waits for it, and kills all it started.
 
-A standalone module, run as `python -I -S -c "import keeper; keeper.main()" CONTROL STATUS` with two inherited sockets:
+A standalone module, run as `python -I -S -c "import reaper; reaper.main()" CONTROL STATUS` with two inherited sockets:
 
     CONTROL ──▶ a length and an `Order`                closing it kills the command
     STATUS  ◀── `STARTED` at once, `REPORT` at the end
 
 Messages on STATUS are fixed structs that begin with the order's secret, which the command does not have. The command
-inherits neither socket, and no process can open a socket through /proc; a keeper is not dumpable, so that a command of
+inherits neither socket, and no process can open a socket through /proc; a reaper is not dumpable, so that a command of
 the same user can neither trace it nor take its file descriptors.
 
 As a subreaper it adopts every descendant whose parent dies, so a command's processes cannot escape by forking twice or
@@ -110,10 +110,10 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)  # Only the command holds its streams, so that they end with it.
-    keeper = Keeper(command, control, woken, parent)
-    keeper.watch(order.timeout_s, order.grace_s)
-    keeper.kill_all()
-    report = (keeper.wait_status, keeper.is_timeout, keeper.is_requested, keeper.cpu_s, keeper.max_memory_bytes)
+    reaper = Reaper(command, control, woken, parent)
+    reaper.watch(order.timeout_s, order.grace_s)
+    reaper.kill_all()
+    report = (reaper.wait_status, reaper.is_timeout, reaper.is_requested, reaper.cpu_s, reaper.max_memory_bytes)
     try:  # noqa: SIM105  (contextlib takes long to import)
         os.write(status, REPORT.pack(order.secret, *report))
     except BrokenPipeError:
@@ -121,7 +121,7 @@ def main() -> None:
     os._exit(0)  # The sandbox waits for the exit; the interpreter's clean-up would take milliseconds.
 
 
-class Keeper:
+class Reaper:
     def __init__(self, command: int, control: int, woken: int, parent: int) -> None:
         self._command, self._control, self._woken, self._parent = command, control, woken, parent
         self._is_over, self._has_children = False, True
@@ -216,7 +216,7 @@ def _become(order: Order, pipes: set[int], prctl: int) -> None:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
-        # If the keeper itself is killed, at least its child dies with it.
+        # If the reaper itself is killed, at least its child dies with it.
         _ctypes.call_function(prctl, (DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0))
         for pipe in pipes:
             os.close(pipe)
@@ -230,7 +230,7 @@ def _become(order: Order, pipes: set[int], prctl: int) -> None:
     except OSError as error:
         os.write(2, f"{argv[0]}: cannot be run: {error.strerror}\n".encode())
         os._exit(NOT_FOUND if error.errno == errno.ENOENT else CANNOT_RUN)
-    except BaseException as error:  # noqa: BLE001  (the child must not go on as a second keeper)
+    except BaseException as error:  # noqa: BLE001  (the child must not go on as a second reaper)
         os.write(2, f"{argv[0]}: cannot be run: {error}\n".encode())
         os._exit(CANNOT_RUN)
 
