@@ -19,12 +19,14 @@ and the same command resumes them; rates are right only without an interruption.
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import json
 import os
 import sqlite3
 import tempfile
 import time
+import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -34,11 +36,10 @@ from pathlib import Path
 from report import Bar, arguments, finish, print_table
 
 from m2forge.compiled import cache_folder
-from m2forge.errors import NotFoundError
-from m2forge.files import append_line, whole_lines
+from m2forge.files import append_line, whole_lines, write_atomic
 from m2forge.pipelines.config import PipelineConfig
 from m2forge.pipelines.run import STORE_FILE, run_pipeline
-from m2forge.pipelines.swe.source import download_pinned, package_version
+from m2forge.pipelines.swe.source import package_version
 from m2forge.pipelines.swe.speed_tests import is_faster, measure
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.tasks.folders.export import folder_name
@@ -117,6 +118,7 @@ DIGESTS = {
 }
 """SHA-256, as the .dsc files have it."""
 MIRROR = "http://deb.debian.org/debian/pool/main"
+DOWNLOAD_S = 60.0
 MIN_DEBIAN = 3
 MIN_ACCEPTED, MIN_BUGS_AN_HOUR = 14, 600.0
 
@@ -209,10 +211,17 @@ def pool_path(name: str) -> Path:
     package = name.partition("_")[0]
     prefix = package[:4] if package.startswith("lib") else package[0]
     path = cache_folder() / "swe" / "debian" / name
-    try:
-        return download_pinned(f"{MIRROR}/{prefix}/{package}/{name.replace('+', '%2B')}", path, DIGESTS[name])
-    except NotFoundError as error:
-        raise SystemExit(f"{error}; put the file, of SHA-256 {DIGESTS[name]}, at {path}") from error
+    if not path.is_file():
+        url = f"{MIRROR}/{prefix}/{package}/{name.replace('+', '%2B')}"
+        try:
+            with urllib.request.urlopen(url, timeout=DOWNLOAD_S) as response:
+                content: bytes = response.read()
+        except OSError as error:
+            raise SystemExit(f"{url}: {error}; put the file, of SHA-256 {DIGESTS[name]}, at {path}") from error
+        if hashlib.sha256(content).hexdigest() != DIGESTS[name]:
+            raise SystemExit(f"{url}: the SHA-256 is not {DIGESTS[name]}")
+        write_atomic(path, content)
+    return path
 
 
 def measure_bugs(runs: Path, releases: Mapping[str, str], num: int) -> tuple[list[Bar], list[Path]]:

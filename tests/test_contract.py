@@ -92,7 +92,7 @@ REPEATED_NAMES = {
     "engine": "trains, or samples",
     "manifest": "lists what a folder holds, with digests: shards of a corpus, a version of weights",
     "checkpoint": "a model's folder; a training state that contains one",
-    "build": "makes the room's product: a corpus, a network, a tree, a task",
+    "build": "makes the room's product: a corpus, a network, a task",
     "batch": "what a step trains: episodes of the pool, their tensors",
     "store": "durable records of a room",
     "source": "readers of a room's inputs",

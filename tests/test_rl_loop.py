@@ -33,7 +33,7 @@ from m2forge.train.optimizer import Optimizer
 from m2forge.tree.token_tree import TokenTree
 from tests.gateway.dialogue import TEMPLATE
 from tests.rl.scene import make_call, make_model
-from tests.text.draw import CHATML_SPECIALS
+from tests.text.draw import CHATML_SPECIALS, with_chat_template
 
 VOCAB_SIZE = 256
 
@@ -141,7 +141,7 @@ def test_tools_are_called_and_the_answer_is_verified(tmp_path: Path, monkeypatch
 def writer(tmp_path: Path) -> Path:
     """A network with random weights that writes without thinking first."""
     tokenizer = train_tokenizer([f"Write {number}." for number in range(100)], 300, CHATML_SPECIALS)
-    tokenizer.with_chat_template(TEMPLATE).save(tmp_path / "tokenizer")
+    with_chat_template(tokenizer, TEMPLATE).save(tmp_path / "tokenizer")
     config = preset("m2-nano").with_layers(1).model_copy(update={"vocab_size": tokenizer.vocab_size, "num_mtp": 0})
     save_model(build(config, seed=0), tmp_path / "model", companions=tuple((tmp_path / "tokenizer").iterdir()))
     return tmp_path / "model"

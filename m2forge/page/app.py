@@ -25,7 +25,6 @@ scripts (`require-trusted-types-for`).
 
 import hmac
 import json
-import logging
 import math
 from collections.abc import Callable
 from http.cookies import CookieError, SimpleCookie
@@ -116,8 +115,6 @@ MAX_TEXT = 500
 MAX_LIST = 200
 MAX_CALLS = 200
 MAX_NUMBER = 2**53
-
-_log = logging.getLogger(__name__)
 
 
 def make_app(run: Run, key: str | None = None) -> ASGIApp:

@@ -37,7 +37,6 @@ from m2forge.train.config import Curve, PolicyConfig, TuneConfig
 from m2forge.weights.config import WeightsConfig
 
 Count = Annotated[int, Field(gt=0)]
-Seconds = Annotated[float, Field(gt=0)]
 
 
 class AttemptConfig(Config):

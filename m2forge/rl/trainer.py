@@ -59,6 +59,7 @@ from m2forge.rl.layout import Layout, begin_branch
 from m2forge.rl.ranks import deal, exchange, gather, scatter
 from m2forge.tasks.config import CurriculumConfig, StageConfig
 from m2forge.tasks.curriculum import Mixture
+from m2forge.train.batch import Problem
 from m2forge.train.checkpoint import CheckpointStore, load_start, restore
 from m2forge.train.config import PhaseConfig
 from m2forge.train.engine import TrainEngine
@@ -75,7 +76,6 @@ from m2forge.train.machine import (
 from m2forge.train.parallel import SINGLE_RANK, ProcessRanks, Ranks, context_group, public_share
 from m2forge.train.position import Position, read_position
 from m2forge.train.run_dir import CONFIG_FILE, hold_run
-from m2forge.tree.build import Problem
 from m2forge.tree.codec import decode_tree, encode_tree
 from m2forge.tree.token_tree import TokenTree
 from m2forge.weights.store import Send, Share

@@ -182,10 +182,6 @@ class Tokenizer:
         identity += [] if self.tool_use_template is None else [self.tool_use_template]
         return hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
 
-    def with_chat_template(self, template: str) -> "Tokenizer":
-        """The same tokenizer with another chat template, for conversations with tools too."""
-        return Tokenizer(dataclasses.replace(self._vocabulary, chat_template=template, tool_use_template=None))
-
     def save(self, folder: Path) -> None:
         """Write the files of a Hugging Face tokenizer into `folder`, which may already hold a model."""
         names = {f"{part}_token": getattr(self.names, part) for part in ("bos", "eos", "pad", "unk")}

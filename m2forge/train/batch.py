@@ -28,7 +28,6 @@ from m2forge.model.plan import AttentionPlan, CausalRows, Documents, Trees
 from m2forge.model.transformer import Output
 from m2forge.records import NO_TARGET, Pack
 from m2forge.train.config import PolicyConfig
-from m2forge.tree.build import Problem
 from m2forge.tree.flat import FlatTree
 from m2forge.tree.token_tree import UNKNOWN_EXPERT, ExpertArray, Sample, TokenTree
 
@@ -40,10 +39,20 @@ MIN_LOGPROB = -1e4
 # -- samples that can be trained ---------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A refused sample."""
+
+    name: str
+    group: str
+    """Index of its tree in the step."""
+    reason: str
+
+
 def refuse_untrainable(
     trees: Sequence[TokenTree], model: ModelConfig, policy: PolicyConfig
 ) -> tuple[list[TokenTree], tuple[Problem, ...]]:
-    """(trainable trees, problems); the group of a problem is the index of its tree in `trees`."""
+    """(trainable trees, problems)."""
     accepted: list[TokenTree] = []
     problems: list[Problem] = []
     for index, tree in enumerate(trees):

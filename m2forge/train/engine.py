@@ -55,6 +55,7 @@ from m2forge.train.batch import (
     Batch,
     BatchT,
     MicroBatches,
+    Problem,
     TreeBatch,
     WholePack,
     blank_batch,
@@ -75,7 +76,6 @@ from m2forge.train.optimizer import Norms, Optimizer
 from m2forge.train.parallel import SINGLE_RANK, Ranks, sharded_modules
 from m2forge.train.step_metrics import PolicySums, RowSums, StepCounts, TokenLogprobs
 from m2forge.train.walk import RowSegments, TreeSegments, TreeWalk, Walk
-from m2forge.tree.build import Problem
 from m2forge.tree.flat import FlatTree
 from m2forge.tree.pack import pack_trees
 from m2forge.tree.token_tree import Sample, TokenTree

@@ -16,7 +16,7 @@ from m2forge.text.format import ChatFormat, make_format
 from m2forge.text.message import Message, Tool, ToolCall, message_from_openai, message_to_openai
 from m2forge.text.parser import Completion
 from m2forge.text.tokenizer import Tokenizer, train_tokenizer
-from tests.text.draw import CHATML_SPECIALS, TOOLS, TRAINING_TEXTS, m2_tokenizer
+from tests.text.draw import CHATML_SPECIALS, TOOLS, TRAINING_TEXTS, m2_tokenizer, with_chat_template
 
 # What Qwen's templates do: tools, results that share a turn, thinking that goes when another user's message follows.
 TEMPLATE = """
@@ -57,7 +57,7 @@ TEMPLATE = """
 
 @functools.cache
 def chatml(template: str = TEMPLATE, *, drop_thinking: bool = False) -> ChatFormat:
-    tokenizer = train_tokenizer(TRAINING_TEXTS, 400, CHATML_SPECIALS).with_chat_template(template)
+    tokenizer = with_chat_template(train_tokenizer(TRAINING_TEXTS, 400, CHATML_SPECIALS), template)
     return make_format("chatml", tokenizer, drop_thinking=drop_thinking)
 
 

@@ -15,6 +15,7 @@ from m2forge.text.format import MINIMAX_M2_SPECIALS, make_format
 from m2forge.text.message import Message
 from m2forge.text.tokenizer import train_tokenizer
 from tests.sft.sample import GOOD, chat_format, write_lines
+from tests.text.draw import with_chat_template
 
 
 def configure(*paths: Path, **keys: Any) -> SFTDataConfig:
@@ -144,7 +145,7 @@ def test_a_format_without_tools_serves_toolless_conversations(tmp_path: Path) ->
         "{{ '<|im_end|>\\n' }}{% endfor %}{{ tools or '' }}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
-    tokenizer = train_tokenizer(["hello"], 300, ("<|im_start|>", "<|im_end|>")).with_chat_template(template)
+    tokenizer = with_chat_template(train_tokenizer(["hello"], 300, ("<|im_start|>", "<|im_end|>")), template)
     store = prepare(configure(path), make_format("chatml", tokenizer), tmp_path / "store", seed=0)
     assert store.report.num_kept == 1
     assert store.report.count(Problem.INEXPRESSIBLE) == 1

@@ -14,6 +14,7 @@ from m2forge.text.format import make_format
 from m2forge.text.message import Message, ToolCall
 from m2forge.text.tokenizer import train_tokenizer
 from tests.sft.sample import ADD, chat_format, trajectories
+from tests.text.draw import with_chat_template
 
 PLENTY = 1 << 20
 
@@ -116,7 +117,7 @@ def test_messages_without_loss_differ_where_thinking_is_dropped() -> None:
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
-    tokenizer = train_tokenizer(["ASKED SAID THOUGHT"], 300, specials).with_chat_template(template)
+    tokenizer = with_chat_template(train_tokenizer(["ASKED SAID THOUGHT"], 300, specials), template)
     dropping = make_format("chatml", tokenizer, drop_thinking=True)
     messages = (
         Message("user", "ASKED"),

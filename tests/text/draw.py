@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,14 @@ TRAINING_TEXTS = [
 @functools.cache
 def m2_tokenizer() -> Tokenizer:
     return train_tokenizer(TRAINING_TEXTS, 400, MINIMAX_M2_SPECIALS)
+
+
+def with_chat_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
+    """The same tokenizer with another chat template, which a model folder brings in a file of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(Path(folder))
+        (Path(folder) / "chat_template.jinja").write_text(template)
+        return load_tokenizer(Path(folder))
 
 
 def smollm2_path() -> Path:

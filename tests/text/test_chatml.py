@@ -24,6 +24,7 @@ from tests.text.draw import (
     conversations,
     nested,
     smollm2_tokenizer,
+    with_chat_template,
 )
 
 # The features of Qwen3's template: tools, calls, results sharing a turn, and thinking that goes when a user follows.
@@ -89,12 +90,12 @@ def trained() -> Tokenizer:
 
 @functools.cache
 def qwen_like() -> Tokenizer:
-    return trained().with_chat_template(QWEN_LIKE)
+    return with_chat_template(trained(), QWEN_LIKE)
 
 
 @functools.cache
 def chat_format(template: str, *, drop_thinking: bool = False) -> ChatFormat:
-    return make_format("chatml", trained().with_chat_template(template), drop_thinking=drop_thinking)
+    return make_format("chatml", with_chat_template(trained(), template), drop_thinking=drop_thinking)
 
 
 @functools.cache
@@ -334,7 +335,7 @@ def test_tools_are_described_where_the_template_knows_none() -> None:
 
 
 def test_a_prompt_that_opens_thinking_is_where_completions_begin() -> None:
-    format = make_format("chatml", trained().with_chat_template(THINKING_PROMPT))
+    format = make_format("chatml", with_chat_template(trained(), THINKING_PROMPT))
     messages = [Message("user", "a"), Message("assistant", "b", "why")]
     prompt, whole = format.render(messages[:1], generation=True), format.render(messages)
     assert whole.ids[: len(prompt.ids)] == prompt.ids
@@ -374,12 +375,12 @@ def test_what_could_not_be_read_back_is_refused(message: Message, error: str) ->
 )
 def test_a_template_that_does_not_serve_is_refused(template: str, error: str) -> None:
     with pytest.raises(FormatError, match=error):
-        make_format("chatml", trained().with_chat_template(template))
+        make_format("chatml", with_chat_template(trained(), template))
 
 
 def test_calls_written_in_another_way_are_refused() -> None:
     template = QWEN_LIKE.replace('<tool_call>\\n{"name": "', "<tool_call>\\n<function=")
-    format = make_format("chatml", trained().with_chat_template(template))
+    format = make_format("chatml", with_chat_template(trained(), template))
     assert format.render([Message("user", "x")]).ids
     with pytest.raises(FormatError, match="does not write tool calls as JSON"):
         format.render([Message("user", "x")], TOOLS)
@@ -388,7 +389,7 @@ def test_calls_written_in_another_way_are_refused() -> None:
 def test_a_tokenizer_without_template_or_markers_is_refused() -> None:
     with pytest.raises(FormatError, match="has no chat template"):
         make_format("chatml", trained())
-    bare = train_tokenizer(TRAINING_TEXTS, 300, []).with_chat_template(QWEN_LIKE)
+    bare = with_chat_template(train_tokenizer(TRAINING_TEXTS, 300, []), QWEN_LIKE)
     with pytest.raises(FormatError, match=r"lacks <\|im_start\|>, <\|im_end\|>"):
         make_format("chatml", bare)
     with pytest.raises(FormatError, match="with no special token"):

@@ -19,7 +19,7 @@ from m2forge.errors import DataError, NotFoundError
 from m2forge.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from m2forge.text.vocabulary import byte_of_sign
 from tests.bounds import within
-from tests.text.draw import TRAINING_TEXTS, hostile_text, m2_tokenizer
+from tests.text.draw import TRAINING_TEXTS, hostile_text, m2_tokenizer, with_chat_template
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -124,7 +124,7 @@ def saved_and_loaded() -> tuple[Tokenizer, Tokenizer, Any]:
     if not _SAVED:
         import tempfile
 
-        tokenizer = m2_tokenizer().with_chat_template("{{ messages[0].content }}")
+        tokenizer = with_chat_template(m2_tokenizer(), "{{ messages[0].content }}")
         with tempfile.TemporaryDirectory() as folder:
             tokenizer.save(Path(folder))
             _SAVED.append((tokenizer, load_tokenizer(Path(folder)), AutoTokenizer.from_pretrained(folder)))
@@ -141,7 +141,7 @@ def test_names_specials_and_template_survive_saving() -> None:
 
 
 def test_saving_without_a_template_removes_an_old_one(tmp_path: Path) -> None:
-    m2_tokenizer().with_chat_template("x").save(tmp_path)
+    with_chat_template(m2_tokenizer(), "x").save(tmp_path)
     m2_tokenizer().save(tmp_path)
     assert load_tokenizer(tmp_path).chat_template is None
 

@@ -20,7 +20,6 @@ from m2forge.train.config import CheckpointConfig, OptimizerConfig, PolicyConfig
 from m2forge.train.engine import TrainEngine
 from m2forge.train.loss.policy import policy_loss
 from m2forge.train.position import Position
-from m2forge.tree.build import RawCall, build_trees
 from m2forge.tree.flat import flatten
 from m2forge.tree.pack import pack_trees
 from m2forge.tree.token_tree import TokenTree
@@ -145,26 +144,6 @@ def test_recorded_routing_is_repeated_and_can_be_ignored() -> None:
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
-
-
-def test_broken_calls_are_refused_by_name_and_the_rest_trains() -> None:
-    good = RawCall("good", "g", [1, 2], [3, 4], logprobs=[-1.0, -2.0], versions=[0, 0], advantage=1.0)
-    calls = [
-        good,
-        replace(good, name="foreign", response_ids=[3, VOCAB]),
-        replace(good, name="short", logprobs=[-1.0]),
-        replace(good, name="nan", advantage=math.nan),
-        replace(good, name="also good", response_ids=[3, 5], advantage=-1.0),
-    ]
-    trees, problems = build_trees(calls, vocab_size=VOCAB)
-    assert [problem.name for problem in problems] == ["foreign", "short", "nan"]
-    engine, alone = (TrainEngine(small_model(), CONFIG) for _ in range(2))
-    report = engine.step(list(trees.values()), lr=1e-2)
-    assert report.problems == ()
-    assert report.read()["num_edges"] == 4
-    whole, _ = build_trees([calls[0], calls[4]], vocab_size=VOCAB)
-    alone.step(list(whole.values()), lr=1e-2)
-    assert_same_weights(engine, alone)
 
 
 REFUSED = {

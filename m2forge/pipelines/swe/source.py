@@ -137,16 +137,6 @@ def _download(url: str) -> bytes:
     return content
 
 
-def download_pinned(url: str, path: Path, digest: str) -> Path:
-    """The file at `path`; downloaded if it is not there, and checked by its SHA-256."""
-    if not path.is_file():
-        content = _download(url)
-        if hashlib.sha256(content).hexdigest() != digest:
-            raise DataError(f"{url}: the SHA-256 is not {digest}")
-        write_atomic(path, content)
-    return path
-
-
 def sdist_candidate(package: str, old: str, new: str, index: str = INDEX) -> Candidate | Rejection:
     """The change between two releases."""
     paths = [sdist_path(package, version, index) for version in (old, new)]

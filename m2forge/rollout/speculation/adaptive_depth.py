@@ -138,6 +138,8 @@ class AcceptanceRates:
 
 
 class FixedDepth:
+    """A constant depth, against which the measured one is compared."""
+
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self._acceptance = AcceptanceRates()

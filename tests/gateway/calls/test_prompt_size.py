@@ -22,7 +22,7 @@ from tests.gateway.dialogue import TEMPLATE, chatml, minimax
 from tests.gateway.episodes.test_retry_http import BODY, PATHS, post
 from tests.gateway.history.test_rendering import Watched
 from tests.gateway.live import CONTEXT, Live, live
-from tests.text.draw import CHATML_SPECIALS
+from tests.text.draw import CHATML_SPECIALS, with_chat_template
 
 LONG = "some words " * (20 * CONTEXT)
 
@@ -97,7 +97,7 @@ WORD = "pneumonoultramicroscopic"
 def test_long_words_may_fit() -> None:
     """A text of few long tokens, which its bytes alone would not tell from one that is too long."""
     tokenizer = train_tokenizer([f"{WORD} " * 500], 400, CHATML_SPECIALS)
-    format = make_format("chatml", tokenizer.with_chat_template(TEMPLATE))
+    format = make_format("chatml", with_chat_template(tokenizer, TEMPLATE))
     text = f" {WORD}" * 900
     assert len(tokenizer.encode(text)) < 1000
     sizes = PromptSizes.of(format, 1000, 100)
