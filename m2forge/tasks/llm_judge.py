@@ -11,8 +11,6 @@ An endpoint that fails, or a judge whose responses cannot be parsed, says nothin
 import json
 import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from functools import cache
 
@@ -93,19 +91,23 @@ def submission_text(submission: Submission) -> str:
 def _ask(config: JudgeConfig, instruction: str, criteria: Sequence[str], text: str) -> str:
     listed = "\n".join(f"{number}. {criterion}" for number, criterion in enumerate(criteria, 1))
     prompt = f"Task:\n{instruction}\n\nCriteria:\n{listed}\n\n<submission>\n{text}\n</submission>"
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
-    body = {"model": config.model, "messages": messages, "temperature": 0, "max_tokens": config.max_tokens}
-    headers = {"content-type": "application/json"}
-    if key := os.environ.get(KEY_VARIABLE):
-        headers["authorization"] = f"Bearer {key}"
-    # urllib, not `http_client`: this runs in a forked executor without an event loop, one request at a time.
-    request = urllib.request.Request(f"{config.url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=config.timeout_s) as response:
-            reply = json.load(response)
-    except urllib.error.HTTPError as error:
-        with error:
-            raise OSError(f"status {error.code}: {error.read(300).decode(errors='replace')}") from error
+    messages: list[JsonValue] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
+    body: JsonValue = {"model": config.model, "messages": messages, "temperature": 0, "max_tokens": config.max_tokens}
+    # Imported here, so that workers of families without a judge load neither asyncio nor ssl.
+    from m2forge.http_client import HttpClient, Response, encode_json
+    from m2forge.loop_thread import run_anywhere
+
+    async def post() -> Response:
+        client = HttpClient(config.url, key=os.environ.get(KEY_VARIABLE) or None)
+        try:
+            return await client.request("POST", "/chat/completions", encode_json(body), timeout_s=config.timeout_s)
+        finally:
+            client.close()
+
+    response = run_anywhere(post())
+    if not response.is_success:
+        raise OSError(f"status {response.status}: {response.text[:300]}")
+    reply = json.loads(response.content)
     try:
         content = reply["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError) as error:

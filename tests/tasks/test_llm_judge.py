@@ -1,6 +1,10 @@
 """A judge credits only what the submission says, and an endpoint that fails is never a verdict."""
 
+import contextlib
 import json
+import socket
+import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -97,6 +101,24 @@ def test_an_endpoint_that_fails_gives_no_verdict(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UnavailableError, match="gave no usable response"):
         ask(monkeypatch, respond, Submission("x"))
     assert num_requests == 3
+
+
+def test_an_endpoint_that_drips_runs_into_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drip() -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+            while True:
+                connection.sendall(b" ")
+                time.sleep(0.02)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=drip, daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        config = VerifyConfig(judge=JudgeConfig(url=url, model="strict", max_retries=0, timeout_s=0.2))
+        monkeypatch.setenv(SETTINGS_VARIABLE, config.model_dump_json())
+        with pytest.raises(UnavailableError, match="TimeoutError"):
+            judge(CRITERIA, TASK, Submission("x"))
 
 
 def test_a_long_conversation_is_cut_in_its_middle() -> None:
