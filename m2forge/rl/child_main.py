@@ -2,15 +2,15 @@
 
     python -m m2forge.rl.child_main trainer RUN_DIR                     on a mesh, starts itself once for each rank
     python -m m2forge.rl.child_main sampler RUN_DIR SOCKET              serves the newest published weights by HTTP
-    python -m m2forge.rl.child_main gateway RUN_DIR SOCKET
+    python -m m2forge.rl.child_main gateway RUN_DIR SOCKET [NAME]       NAME: of one of several
     python -m m2forge.rl.child_main host RUN_DIR NAME                   an agent host (rl/host.py)
 
 SOCKET is the file descriptor of a listening socket that outlives the process (cluster/launcher.py). Standard input
-holds the API keys, one per line: the server's own, then for the gateway the sampler's; for a host the gateway's. URLs
-of servers are in the records of their processes. Of trainer and gateway one process runs at a time: if the node of one
-was lost and its process is still alive there, the next waits until it has ended.
+holds the API keys, one per line: the server's own, then for a gateway the sampler's; for a host the gateways'. URLs
+of servers are in the records of their processes. Of the trainer and of each gateway one process runs at a time: if the
+node of one was lost and its process is still alive there, the next waits until it has ended.
 
-The gateway's process also executes tasks' tools: it runs the families' code in worker processes and adds each call's
+A gateway's process also executes tasks' tools: it runs the families' code in worker processes and adds each call's
 latency.
 """
 
@@ -32,7 +32,7 @@ from m2forge.importing import importing
 from m2forge.observe.log import set_up_logging
 from m2forge.records import JsonValue, PolicyVersion, Task
 from m2forge.rl.config import RLConfig
-from m2forge.rl.layout import SAMPLER, Layout
+from m2forge.rl.layout import GATEWAY, SAMPLER, Layout, gateway_names
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.message import tool_to_openai
 from m2forge.train.run_dir import CONFIG_FILE
@@ -116,7 +116,7 @@ def _newest_weights(run_dir: Path, config: RLConfig) -> tuple[PolicyVersion, Pat
     return newest
 
 
-def run_gateway(run_dir: Path, descriptor: str) -> None:
+def run_gateway(run_dir: Path, descriptor: str, name: str = GATEWAY) -> None:
     admin_key, sampler_key = read_keys(2)
     with importing():
         from m2forge.gateway.server import serve_gateway
@@ -130,15 +130,17 @@ def run_gateway(run_dir: Path, descriptor: str) -> None:
     layout, folder = Layout(run_dir), find_folder(config.model, config.revision)
     network, rollout = read_config(folder), config.engine.rollout
     listener = socket.socket(fileno=int(descriptor))
+    journal = layout.journals(config.cluster)[gateway_names(config.cluster).index(name)]
+    tools = layout.run_dir / "tools" / ("" if name == GATEWAY else name)
     own = {
         # Where others can reach it, every route needs a key.
         "host": listener.getsockname()[0],
-        "journal": str(layout.journal),
+        "journal": str(journal),
         "records_experts": config.policy.replay == "recorded",
         "max_reward": min(config.gateway.max_reward, MAX_PERF),
     }
-    layout.journal.mkdir(exist_ok=True)
-    with alone(layout.journal / "gateway.lock"):
+    journal.mkdir(parents=True, exist_ok=True)
+    with alone(journal / "gateway.lock"):
         serve_gateway(
             # The loop has checked it, and logged what it costs if it rewrites its prefix.
             make_format(config.gateway.format, load_tokenizer(folder)),
@@ -149,16 +151,17 @@ def run_gateway(run_dir: Path, descriptor: str) -> None:
             context=min(rollout.max_context or network.max_context, network.max_context),
             vocab_size=network.vocab_size,
             listener=listener,
-            open_tool_host=lambda: open_tool_host(config, layout.run_dir / "tools"),
+            open_tool_host=lambda: open_tool_host(config, tools),
         )
 
 
 def run_host(run_dir: Path, name: str) -> None:
-    (key,) = read_keys(1)
+    config = load_resolved(RLConfig, run_dir / CONFIG_FILE)
+    keys = read_keys(config.cluster.gateways)
     with importing():
         from m2forge.rl import host
 
-    host.run_host(Layout(run_dir), load_resolved(RLConfig, run_dir / CONFIG_FILE), name, key)
+    host.run_host(Layout(run_dir), config, name, keys)
 
 
 def read_keys(num_keys: int) -> list[str]:

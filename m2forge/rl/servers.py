@@ -1,4 +1,4 @@
-"""The launchers of a run's processes; its sampler and gateway: two servers, each on a socket that outlives it."""
+"""The launchers of a run's processes; its sampler and gateways: servers, each on a socket that outlives it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +11,8 @@ from m2forge.errors import ConfigError
 from m2forge.key import make_key
 from m2forge.rl.child_main import MODULE
 from m2forge.rl.config import RLConfig
-from m2forge.rl.host import host_names
-from m2forge.rl.layout import GATEWAY, SAMPLER, SQLITE, TRAINER, Layout
+from m2forge.rl.gateway_admin import home_of
+from m2forge.rl.layout import GATEWAY, SAMPLER, SQLITE, TRAINER, Layout, gateway_names, host_names
 from m2forge.train.run_dir import CONFIG_FILE
 
 HOST = "127.0.0.1"
@@ -63,7 +63,9 @@ def _plan(config: RLConfig, layout: Layout, names: list[str]) -> RayPlan | None:
 def _num_gpus(config: RLConfig) -> dict[str, int]:
     """The run's processes, and the GPUs that each reserves on a Ray cluster."""
     ray = config.cluster.ray
-    return {TRAINER: ray.trainer_gpus, SAMPLER: ray.sampler_gpus, GATEWAY: 0} | dict.fromkeys(host_names(config), 0)
+    samplers = dict.fromkeys([SAMPLER], ray.sampler_gpus)
+    others = [*gateway_names(config.cluster), *host_names(config.cluster)]
+    return {TRAINER: ray.trainer_gpus, **samplers, **dict.fromkeys(others, 0)}
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,9 @@ class Server:
     def url(self) -> str:
         return self.child.url
 
+    def find_url(self) -> str:
+        return self.child.url
+
     @property
     def key(self) -> str:
         """API key that the sampler requires on every route and the gateway on its admin routes."""
@@ -82,17 +87,31 @@ class Server:
 
 @dataclass(frozen=True)
 class Servers:
-    sampler: Server
-    gateway: Server
+    samplers: tuple[Server, ...]
+    gateways: tuple[Server, ...]
+
+    @property
+    def all(self) -> tuple[Server, ...]:
+        return self.samplers + self.gateways
+
+    def starts(self, attempt: str) -> tuple[int, ...]:
+        """The index of the attempt's gateway, and numbers that change whenever this gateway or a sampler starts."""
+        home = home_of(attempt, len(self.gateways))
+        return home, *(server.child.num_starts for server in (self.gateways[home], *self.samplers))
 
 
-async def make_servers(launcher: Launcher, layout: Layout, host: str = HOST, port: int = 0) -> Servers:
-    """Create both servers without starting them. `host` and `port` are the gateway's; port 0 picks a free one."""
+async def make_servers(launcher: Launcher, layout: Layout, config: RLConfig) -> Servers:
+    """Create the servers without starting them."""
 
-    async def make(name: str, address: tuple[str, int] = (HOST, 0), engine_keys: tuple[str, ...] = ()) -> Server:
-        command = (MODULE, name, str(layout.run_dir), SOCKET)
+    async def make(kind: str, name: str, address: tuple[str, int], engine_keys: tuple[str, ...] = ()) -> Server:
+        numbered = () if name == kind else (name,)
+        command = (MODULE, kind, str(layout.run_dir), SOCKET, *numbered)
         return Server(await launcher.launch(Role(name, command, (make_key(), *engine_keys), address)))
 
-    sampler = await make(SAMPLER)
-    gateway = await make(GATEWAY, (host, port), (sampler.key,))
-    return Servers(sampler, gateway)
+    samplers = [await make(SAMPLER, name, (HOST, 0)) for name in [SAMPLER]]
+    keys = tuple(sampler.key for sampler in samplers)
+    gateways = []
+    for index, name in enumerate(gateway_names(config.cluster)):
+        port = config.gateway_port and config.gateway_port + index
+        gateways.append(await make(GATEWAY, name, (config.gateway.host, port), keys))
+    return Servers(tuple(samplers), tuple(gateways))
