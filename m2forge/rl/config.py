@@ -244,6 +244,8 @@ class RLConfig(Config):
 
     def _check_server(self, kind: str) -> None:
         """Refuse what a server of another engine cannot do."""
+        if self.cluster.samplers > 1:
+            raise ValueError(f"cluster.samplers: engine.server names one {kind} server, whatever it runs; leave it out")
         if self.policy.replay == "recorded":
             raise ValueError(f'policy.replay = "recorded": {kind} does not report experts; leave it out')
         if self.weights.anchor_every > 1:

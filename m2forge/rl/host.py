@@ -41,7 +41,7 @@ from m2forge.rl.attempts import (
 )
 from m2forge.rl.config import RLConfig
 from m2forge.rl.gateway_admin import LOOP_EPISODE_ID, GatewayAdmin, Gateways, home_of
-from m2forge.rl.layout import SAMPLER, Layout, gateway_names, host_names
+from m2forge.rl.layout import Layout, gateway_names, host_names, sampler_names
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.format import make_format
 from m2forge.text.tokenizer import load_tokenizer
@@ -148,7 +148,7 @@ def server_starts(layout: Layout, config: ClusterConfig, attempt: str) -> tuple[
     before a restarted one can answer. Which sampler has the attempt only its gateway knows."""
     gateways = gateway_names(config)
     home = home_of(attempt, len(gateways))
-    return home, *(record_size(layout.processes, name) for name in (gateways[home], *[SAMPLER]))
+    return home, *(record_size(layout.processes, name) for name in (gateways[home], *sampler_names(config)))
 
 
 async def delete_ended(

@@ -54,6 +54,10 @@ TRAINER, SAMPLER, GATEWAY = "trainer", "sampler", "gateway"
 """Kinds of a run's processes, beside agent hosts."""
 
 
+def sampler_names(config: ClusterConfig) -> list[str]:
+    return _replica_names(SAMPLER, config.samplers)
+
+
 def gateway_names(config: ClusterConfig) -> list[str]:
     return _replica_names(GATEWAY, config.gateways)
 

@@ -12,7 +12,7 @@ from m2forge.key import make_key
 from m2forge.rl.child_main import MODULE
 from m2forge.rl.config import RLConfig
 from m2forge.rl.gateway_admin import home_of
-from m2forge.rl.layout import GATEWAY, SAMPLER, SQLITE, TRAINER, Layout, gateway_names, host_names
+from m2forge.rl.layout import GATEWAY, SAMPLER, SQLITE, TRAINER, Layout, gateway_names, host_names, sampler_names
 from m2forge.train.run_dir import CONFIG_FILE
 
 HOST = "127.0.0.1"
@@ -63,7 +63,7 @@ def _plan(config: RLConfig, layout: Layout, names: list[str]) -> RayPlan | None:
 def _num_gpus(config: RLConfig) -> dict[str, int]:
     """The run's processes, and the GPUs that each reserves on a Ray cluster."""
     ray = config.cluster.ray
-    samplers = dict.fromkeys([SAMPLER], ray.sampler_gpus)
+    samplers = dict.fromkeys(sampler_names(config.cluster), ray.sampler_gpus)
     others = [*gateway_names(config.cluster), *host_names(config.cluster)]
     return {TRAINER: ray.trainer_gpus, **samplers, **dict.fromkeys(others, 0)}
 
@@ -108,7 +108,7 @@ async def make_servers(launcher: Launcher, layout: Layout, config: RLConfig) -> 
         command = (MODULE, kind, str(layout.run_dir), SOCKET, *numbered)
         return Server(await launcher.launch(Role(name, command, (make_key(), *engine_keys), address)))
 
-    samplers = [await make(SAMPLER, name, (HOST, 0)) for name in [SAMPLER]]
+    samplers = [await make(SAMPLER, name, (HOST, 0)) for name in sampler_names(config.cluster)]
     keys = tuple(sampler.key for sampler in samplers)
     gateways = []
     for index, name in enumerate(gateway_names(config.cluster)):

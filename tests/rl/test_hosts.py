@@ -72,7 +72,7 @@ class Scene:
         return next(found for found in read_histories(self.layout.processes) if found.name == role)
 
 
-def make_scene(folder: Path, **cluster: object) -> Scene:
+def make_scene(folder: Path, num_steps: int = 3, **cluster: object) -> Scene:
     model = make_model(folder / "scene")
     (folder / "my_code.py").write_text(VERIFIER)
     lines = [
@@ -90,7 +90,7 @@ def make_scene(folder: Path, **cluster: object) -> Scene:
     domain = {"ratio": 1.0, "context": 2048, "families": [{"source": str(folder / "tasks.jsonl")}]}
     config = make_config(
         model,
-        num_steps=3,
+        num_steps=num_steps,
         agent={
             "kind": "command",
             "command": [sys.executable, str(AGENT), "{instruction}", str(held)],

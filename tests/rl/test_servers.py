@@ -15,7 +15,7 @@ from m2forge.config import write_resolved
 from m2forge.model.checkpoint import load_model
 from m2forge.model.convert import find_companions
 from m2forge.model.preset import preset
-from m2forge.rl.child_main import run_gateway
+from m2forge.rl.child_main import run_gateway, visible_gpu
 from m2forge.rl.config import RLConfig
 from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.rl.layout import Layout
@@ -28,6 +28,7 @@ from tests.rl.scene import make_config, make_model
 from tests.text.own_template import R1, tokenizer_of
 
 TIMEOUT_S = 60.0
+GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def test_keys_travel_by_pipe_and_every_server_asks_for_its_own(tmp_path: Path) -> None:
@@ -57,6 +58,12 @@ def test_keys_travel_by_pipe_and_every_server_asks_for_its_own(tmp_path: Path) -
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
     assert not processes_of(layout.run_dir)
     assert not keys_in(servers, *(path.read_bytes() for path in layout.run_dir.rglob("*") if path.is_file()))
+
+
+def test_samplers_share_the_gpus_from_the_last_one_on() -> None:
+    assert [visible_gpu(index, {}, 4) for index in range(5)] == [{GPUS: name} for name in "32103"]
+    assert visible_gpu(1, {GPUS: "GPU-a, GPU-b,GPU-c"}, 3) == {GPUS: "GPU-b"}
+    assert visible_gpu(1, {GPUS: "2"}, 1) == visible_gpu(1, {}, 0) == {}
 
 
 def test_the_gateway_listens_where_the_run_says(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""Several gateways: attempts are shared among them, one is killed, and a resumed run has another number of them."""
+"""Several gateways and samplers share the attempts; some are killed, and a resumed run has fewer gateways."""
 
 import os
 import signal
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from m2forge.cluster.config import ClusterConfig
@@ -12,14 +13,17 @@ from m2forge.cluster.process_record import ProcessRecord
 from m2forge.errors import ConfigError
 from m2forge.gateway.episodes.closed_journal import journal_ids
 from m2forge.pool.state import EpisodeState
+from m2forge.pool.stored import read_units
+from m2forge.records import PolicyVersion
 from m2forge.rl.gateway_admin import home_of
 from m2forge.rl.host import server_starts
-from m2forge.rl.layout import Layout
+from m2forge.rl.layout import Layout, sampler_names
+from m2forge.testing.scripted import ScriptedPolicy
 from tests.pool.test_processes import check
 from tests.rl.ring import command_of, started, wait_until_gone
 from tests.rl.scene import make_config
 from tests.rl.test_faults import judge
-from tests.rl.test_hosts import LIMIT_S, Scene, check_rewards, make_scene, pids_of, wait_for_attempts
+from tests.rl.test_hosts import HOSTS, LIMIT_S, Scene, check_rewards, make_scene, pids_of, wait_for_attempts
 
 
 @pytest.mark.parametrize("num_gateways", [2, 3])
@@ -55,22 +59,33 @@ def finished(scene: Scene) -> set[str]:
     return {f"{row.name}-{row.attempt}" for row in scene.rows() if row.state in states}
 
 
-def test_a_killed_gateway_loses_nothing_and_others_go_on(tmp_path: Path) -> None:
+def in_flight_again(scene: Scene) -> None:
+    scene.held.touch()
+    scene.wait("other attempts begin", lambda: {*scene.in_flight().values()} == {*HOSTS})
+
+
+def test_killed_gateways_and_samplers_lose_nothing(tmp_path: Path) -> None:
     """Then the loop is killed, and goes on with one gateway."""
-    scene = make_scene(tmp_path, gateways=2)
+    scene = make_scene(tmp_path, num_steps=6, gateways=2, samplers=2)
     scene.held.touch()
     with scene.pool:
         with started(scene.command, scene.log) as loop:
             wait_for_attempts(scene, loop)
             before = set(scene.in_flight())
             assert {home_of(name, 2) for name in before} == {0, 1}
-            os.kill(pids_of(scene)["gateway-1"], signal.SIGKILL)
-            scene.wait("the gateway starts again", lambda: scene.history("gateway-1").num_starts == 2)
+            for role in ("gateway-1", "sampler-1"):
+                os.kill(pids_of(scene)[role], signal.SIGKILL)
+                scene.wait("it starts again", lambda role=role: scene.history(role).num_starts == 2)  # type: ignore[misc]
             assert before <= scene.pool.running().keys(), "attempts were lost"
             scene.held.unlink()
             scene.wait("the attempts end", lambda: before <= finished(scene))
-            scene.held.touch()
-            scene.wait("others begin", lambda: bool(scene.in_flight()))
+            in_flight_again(scene)
+            # Calls fail, and attempts with them, or are made at the other sampler.
+            scene.held.unlink()
+            os.kill(pids_of(scene)["sampler-0"], signal.SIGKILL)
+            step = newest_step(scene)
+            scene.wait("training goes on", lambda: newest_step(scene) > step)
+            in_flight_again(scene)
             loop.kill()
             loop.wait()
         assert scene.history("gateway-0").num_starts == 1
@@ -83,5 +98,29 @@ def test_a_killed_gateway_loses_nothing_and_others_go_on(tmp_path: Path) -> None
         judge(scene.pool, scene.config)
         check(scene.pool)
         check_rewards(scene, before)
+        check_logprobs(scene)
     assert not journal_ids(scene.layout.journal), "what is recorded elsewhere is deleted"
     assert not (scene.layout.journal / "gateway-1").exists(), "no gateway would read it"
+    logs = [(scene.layout.log / f"{name}.log").read_text() for name in sampler_names(scene.config.cluster)]
+    assert all(f"policy version run, step {scene.config.num_steps}" in " ".join(log.split()) for log in logs)
+
+
+def newest_step(scene: Scene) -> int:
+    newest = scene.layout.weight_store(scene.config).newest()
+    return 0 if newest is None else newest[0].step
+
+
+def check_logprobs(scene: Scene) -> None:
+    """Each token has the logprob of the version that is recorded with it, whichever sampler served that."""
+    policy, seen = ScriptedPolicy(scene.pool.vocab_size), set()
+    with scene.pool.database.read() as connection:
+        units = read_units(connection, range(1, 100), scene.pool.vocab_size)
+        calls = [call for unit in units for stored in unit.episodes for call in stored.episode().calls]
+    for call in calls:
+        ids = call.response_ids.tolist()
+        for index, (id, step) in enumerate(zip(ids, call.versions.tolist(), strict=True)):
+            version = PolicyVersion("run", step, "aa")
+            drawn = policy.draw(call.prompt_ids.tolist(), ids[:index], version, call.sampling, 0.0, id)
+            assert call.logprobs[index] == np.float32(drawn.logprob)
+            seen.add(step)
+    assert len(seen) > 1, "several versions were sampled from"
