@@ -104,7 +104,7 @@ async def _time_attempts(
             for place, (name, model) in enumerate(models.items())
         }
         for each in agents.values():
-            await each.gateway.wait_until_up()
+            await each.gateway.wait_until_up("first")
             # The first attempt waits for the program to start.
             await _attempt(each, tasks[0], "first")
         seats = asyncio.Semaphore(num_at_once)
@@ -143,14 +143,15 @@ async def _served(config: RLConfig, model: Path, folder: Path) -> AsyncIterator[
     layout.weight_store(config, find_companions(model)).publish(load_model(model), 0)
     format = make_format(config.gateway.format, load_tokenizer(model))
     launcher = LocalLauncher(layout.log, layout.processes)
-    servers = await make_servers(launcher, layout)
-    children = servers.sampler.child, servers.gateway.child
+    servers = await make_servers(launcher, layout, config)
+    children = [server.child for server in servers.all]
+    (gateway,) = servers.gateways
     keeping = [asyncio.create_task(child.supervise()) for child in children]
     try:
         async with (
             GatewayAdmin(
-                servers.gateway.url,
-                servers.gateway.key,
+                gateway.url,
+                gateway.key,
                 budget=config.agent.budget,
                 sampling=config.agent.sampling.record(),
             ) as admin,
@@ -158,7 +159,7 @@ async def _served(config: RLConfig, model: Path, folder: Path) -> AsyncIterator[
             TaskRunner(config.verify, folder / "verify", config.curriculum.family_keys) as runner,
         ):
             workspaces = Workspaces(layout.workspaces)
-            yield AttemptRunner(agent, admin, runner, workspaces, lambda: sum(child.num_starts for child in children))
+            yield AttemptRunner(agent, admin, runner, workspaces, servers.starts)
     finally:
         await asyncio.gather(*(child.stop() for child in children))
         await asyncio.gather(*keeping)

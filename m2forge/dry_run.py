@@ -150,6 +150,7 @@ def describe_pipeline(config: "PipelineConfig", runs: Path) -> Iterator[tuple[st
 
 
 def describe_rl(config: "RLConfig", runs: Path) -> Iterator[tuple[str, str]]:
+    from m2forge.rl.layout import TRAINER, gateway_names, host_names, sampler_names
     from m2forge.tasks.survey import survey
 
     curriculum = config.curriculum
@@ -176,6 +177,8 @@ def describe_rl(config: "RLConfig", runs: Path) -> Iterator[tuple[str, str]]:
     num_hosts = config.cluster.agent_hosts
     where = f" on each of {_count(num_hosts, 'agent host')}" if num_hosts else ""
     yield "agents", f"{agent.kind}{preset}, {agent.num_jobs} concurrent attempts{where}"
+    servers = [*sampler_names(config.cluster), *gateway_names(config.cluster)]
+    yield "processes", ", ".join([TRAINER, *servers, *host_names(config.cluster)])
     if config.eval.num_tasks:
         every = config.eval.every_steps
         between = f", every {every:,} steps" if every else ""

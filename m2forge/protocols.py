@@ -43,6 +43,8 @@ class Prompt:
     timeout_s: float | None = None
     """After this time the completion ends with the tokens so far, as aborted."""
     returns_experts: bool = False
+    affinity: str | None = None
+    """Prompts of the same affinity share a prefix, so that one replica of an engine should serve them."""
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "num_samples"):
@@ -108,6 +110,22 @@ class Watched(Protocol):
     async def watch(self) -> None:
         """Wait until the engine fails, and raise its `EngineError`."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    name: str
+    is_up: bool
+    num_running: int
+    """Completions in flight that this client requested."""
+    num_requests: int
+
+
+@runtime_checkable
+class Replicated(Protocol):
+    """An engine that consists of several."""
+
+    def replicas(self) -> Sequence[ReplicaState]: ...
 
 
 # -- sandboxes --------------------------------------------------------------------------------------------------------

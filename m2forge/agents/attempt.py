@@ -27,7 +27,7 @@ another key and never become a reward:
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
@@ -220,7 +220,9 @@ class RoutedAgent:
 class Gateway(Protocol):
     """Opens and closes the episodes of attempts; `rl/gateway_admin.py` implements it over HTTP."""
 
-    async def wait_until_up(self) -> None: ...
+    async def wait_until_up(self, id: str) -> None:
+        """Wait until the servers of this attempt serve."""
+        ...
 
     async def open(self, id: str, task: Task, group: str, overrides: Overrides) -> Endpoint: ...
 
@@ -260,13 +262,14 @@ class AttemptRunner(Generic[TaskHostT]):
         gateway: Gateway,
         tasks: TaskHostT,
         workspaces: Workspaces,
-        num_starts: Callable[[], int] = lambda: 0,
+        starts: Callable[[str], Hashable] = lambda name: 0,
     ) -> None:
-        """`num_starts`: how often the sampler and the gateway have been started in total."""
+        """`starts`: of an attempt's name; changes whenever a server that this attempt uses is started, and differs
+        between servers."""
         self.agent, self.gateway, self.tasks, self.workspaces = agent, gateway, tasks, workspaces
-        self._num_starts = num_starts
-        self._num_up = -1
-        """Value of `num_starts` when gateway and sampler last answered the health check; -1 before."""
+        self._starts = starts
+        self._up = set[Hashable]()
+        """Values of `starts` under which gateway and sampler have answered the health check."""
         self._num_silent = 0
         """Attempts that ended without a request to the policy since the last one that made one."""
 
@@ -296,15 +299,15 @@ class AttemptRunner(Generic[TaskHostT]):
     async def _attempt(
         self, name: str, task: Task, group: str, workspace: Workspace, is_exclusive: bool, overrides: Overrides
     ) -> AttemptResult:
-        num_starts = self._num_starts()
+        starts = self._starts(name)
         try:
-            if num_starts != self._num_up:
+            if starts not in self._up:
                 # Otherwise requests that fail while a process starts would be blamed on the agent.
-                await self.gateway.wait_until_up()
-                self._num_up = num_starts
+                await self.gateway.wait_until_up(name)
+                self._up.add(starts)
             endpoint = await self._open(name, task, group, overrides)
             job = Job(name, task, endpoint, await self.tasks.tools(task), workspace)
-            answer, failure, recorded = await self._run(job, is_exclusive, num_starts)
+            answer, failure, recorded = await self._run(job, is_exclusive, starts)
             if failure is None and workspace.config == self.workspaces.config:
                 # A task that brings a sandbox of its own is verified by what that sandbox holds.
                 failure = await self._collect(workspace)
@@ -318,13 +321,13 @@ class AttemptRunner(Generic[TaskHostT]):
             await self.gateway.delete([name])
             if isinstance(error, RunError):
                 raise
-            await self.gateway.wait_until_up()
-            is_death = isinstance(error, WorkerDiedError) and self._num_starts() == num_starts
+            await self.gateway.wait_until_up(name)
+            is_death = isinstance(error, WorkerDiedError) and self._starts(name) == starts
             if isinstance(error, WorkerDiedError) and is_death and is_exclusive and error.cause is DeathCause.LOST:
                 raise JobError(f"a worker that had no other attempt was killed: {error}") from error
             if is_death:
                 raise WorkerLost(str(error)) from error
-            if self._num_starts() != num_starts:
+            if self._starts(name) != starts:
                 raise Interrupted(str(error)) from error
             raise
 
@@ -338,22 +341,22 @@ class AttemptRunner(Generic[TaskHostT]):
             opening.cancel()
             raise
 
-    async def _run(self, job: Job, is_exclusive: bool, num_starts: int) -> tuple[str, str | None, Recorded]:
+    async def _run(self, job: Job, is_exclusive: bool, starts: Hashable) -> tuple[str, str | None, Recorded]:
         """The agent's answer, the failure if the policy caused one, and the recorded calls."""
         try:
             answer = await self._answer(job, is_exclusive=is_exclusive)
         except (AgentError, WorkerDiedError) as error:
             kind = error.kind if isinstance(error, AgentError) else _death_kind(error, is_exclusive=is_exclusive)
-            recorded = await self._policy_failure(job.id, kind, num_starts)
+            recorded = await self._policy_failure(job.id, kind, starts)
             if recorded is None:
-                if isinstance(error, AgentError) and self._num_starts() == num_starts:
+                if isinstance(error, AgentError) and self._starts(job.id) == starts:
                     await self._note_silent(job.id, error)
                 raise
             self._num_silent = 0
             is_limit = isinstance(error, WorkerDiedError) and error.cause is DeathCause.LIMIT
             return "", f"{LIMIT}: {error}" if is_limit else str(error), recorded
         except TimeoutError as error:
-            if self._num_starts() != num_starts:
+            if self._starts(job.id) != starts:
                 raise Interrupted("the attempt timed out while a process restarted") from None
             recorded = await self.gateway.close(job.id)
             if isinstance(error, StuckError) and not recorded.tree.samples:
@@ -367,7 +370,7 @@ class AttemptRunner(Generic[TaskHostT]):
             silent = AgentError(
                 f"the agent ended without a request to the policy; it answered {answer.text[-300:]!r}", None
             )
-            if self._num_starts() == num_starts:
+            if self._starts(job.id) == starts:
                 await self._note_silent(job.id, silent)
             raise silent
         self._num_silent = 0
@@ -385,12 +388,12 @@ class AttemptRunner(Generic[TaskHostT]):
             raise WorkerDiedError(LOST)
         return answer
 
-    async def _policy_failure(self, name: str, kind: ErrorKind | None, num_starts: int) -> Recorded | None:
+    async def _policy_failure(self, name: str, kind: ErrorKind | None, starts: Hashable) -> Recorded | None:
         """The recorded calls of an attempt that failed because of the policy; None if it failed for another reason."""
         if kind is ErrorKind.INFRA or (kind is None and await self.gateway.num_failed(name)):
             return None
         # A restarted gateway has lost its failure count, so check for restarts after querying it.
-        if self._num_starts() != num_starts:
+        if self._starts(name) != starts:
             return None
         recorded = await self.gateway.close(name)
         return recorded if recorded.tree.samples else None

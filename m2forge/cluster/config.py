@@ -42,6 +42,12 @@ class ClusterConfig(Config):
     """Processes that run training attempts, each as many at a time as `agent` allows. 0: the loop runs them itself,
     which needs fewer processes; they then end with it. With hosts, attempts outlive a loop that is killed, and the loop
     runs only the attempts of evaluations."""
+    samplers: Annotated[int, Field(ge=1)] = 1
+    """Sampler processes, each with the whole policy. All calls of an episode go to one of them, whose prefix cache
+    holds the conversation."""
+    gateways: Annotated[int, Field(ge=1)] = 1
+    """Gateway processes, which share the attempts. An attempt makes all its calls at one of them; deployed agents use
+    the first. With `gateway.port`, the others listen on the ports after it."""
     outlive_s: Annotated[float, Field(gt=0)] = 600.0
     """How long hosts, gateway and sampler keep running after the loop was killed, until a resumed loop finds them."""
     ray: RayConfig = RayConfig()

@@ -96,7 +96,7 @@ from m2forge.gateway.http.limits import (
 from m2forge.gateway.metrics import GatewayCounts
 from m2forge.listener import LOOPBACK
 from m2forge.observe.prometheus import TEXT_TYPE
-from m2forge.protocols import Engine, EngineState, ToolHost
+from m2forge.protocols import Engine, EngineState, Replicated, ToolHost
 from m2forge.records import JsonValue, Task
 from m2forge.text.format import ChatFormat
 
@@ -327,7 +327,8 @@ class GatewayApp:
         await respond(incoming.send, 200, body)
 
     async def _metrics(self, incoming: Incoming) -> None:
-        text = self.counts.to_text(len(self.episodes), self.calls.num_running)
+        replicas = self._engine.replicas() if isinstance(self._engine, Replicated) else ()
+        text = self.counts.to_text(len(self.episodes), self.calls.num_running, replicas)
         await respond_bytes(incoming.send, 200, text.encode(), [(b"content-type", TEXT_TYPE.encode())])
 
 

@@ -1,10 +1,12 @@
 """Gateway counters, and their Prometheus text. No metric contains an episode id, a key or text."""
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 
 from m2forge.gateway.history.history import Divergence
 from m2forge.observe.prometheus import Metric, counter, gauge, labels, metrics_text, summary
+from m2forge.protocols import ReplicaState
 
 PREFIX = "m2forge_gateway_"
 
@@ -43,7 +45,7 @@ class GatewayCounts:
             self._num_first_chunks += 1
             self._first_chunk_s += first_chunk_s
 
-    def to_text(self, num_episodes: int, num_running: int) -> str:
+    def to_text(self, num_episodes: int, num_running: int, replicas: Sequence[ReplicaState] = ()) -> str:
         requests = {
             labels(dialect=dialect, outcome=outcome): number
             for (dialect, outcome), number in sorted(self._num_requests.items())
@@ -65,5 +67,18 @@ class GatewayCounts:
             ),
             gauge("episodes", "Episodes in memory.", num_episodes),
             gauge("running", "Requests in flight.", num_running),
+            *_replica_metrics(replicas),
         ]
         return metrics_text(metrics, prefix=PREFIX)
+
+
+def _replica_metrics(replicas: Sequence[ReplicaState]) -> Iterator[Metric]:
+    if not replicas:
+        return
+    by_name = {labels(replica=replica.name): replica for replica in replicas}
+    up = {name: float(replica.is_up) for name, replica in by_name.items()}
+    yield Metric("replica_up", "gauge", "Whether a sampler answers.", up)
+    running = {name: replica.num_running for name, replica in by_name.items()}
+    yield Metric("replica_running", "gauge", "Completions in flight at a sampler.", running)
+    requests = {name: replica.num_requests for name, replica in by_name.items()}
+    yield Metric("replica_requests_total", "counter", "Completion requests sent to a sampler.", requests)

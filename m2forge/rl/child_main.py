@@ -2,17 +2,17 @@
 
     python -m m2forge.rl.child_main trainer RUN_DIR [SOCKET]            on a mesh, starts itself once for each rank
     python -m m2forge.rl.child_main trainer-node RUN_DIR INDEX          the ranks of the trainer's other nodes
-    python -m m2forge.rl.child_main sampler RUN_DIR SOCKET              serves the newest published weights by HTTP
-    python -m m2forge.rl.child_main gateway RUN_DIR SOCKET
+    python -m m2forge.rl.child_main sampler RUN_DIR SOCKET [NAME]       serves the newest published weights by HTTP
+    python -m m2forge.rl.child_main gateway RUN_DIR SOCKET [NAME]       NAME: of one of several
     python -m m2forge.rl.child_main host RUN_DIR NAME                   an agent host (rl/host.py)
 
 SOCKET is the file descriptor of a listening socket that outlives the process (cluster/launcher.py). Standard input
-holds the API keys, one per line: the server's own, then for the gateway the sampler's; for a host the gateway's; for a
-trainer on several nodes their key. URLs of servers are in the records of their processes. Of trainer and gateway one
-process runs at a time: if the node of one was lost and its process is still alive there, the next waits until it has
-ended.
+holds the API keys, one per line: the server's own, then for a gateway the samplers'; for a host the gateways'; for a
+trainer on several nodes their key. URLs of servers are in the records of their processes. Of the trainer and of each
+gateway one process runs at a time: if the node of one was lost and its process is still alive there, the next waits
+until it has ended.
 
-The gateway's process also executes tasks' tools: it runs the families' code in worker processes and adds each call's
+A gateway's process also executes tasks' tools: it runs the families' code in worker processes and adds each call's
 latency.
 """
 
@@ -33,15 +33,16 @@ from m2forge.config import load_resolved
 from m2forge.errors import ConfigError, TrainingError
 from m2forge.importing import importing
 from m2forge.observe.log import set_up_logging
+from m2forge.protocols import Engine
 from m2forge.records import JsonValue, PolicyVersion, Task
 from m2forge.rl.config import RLConfig
-from m2forge.rl.layout import SAMPLER, TRAINER, TRAINER_NODE, Layout
+from m2forge.rl.layout import GATEWAY, SAMPLER, TRAINER, TRAINER_NODE, Layout, gateway_names, sampler_names
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.message import tool_to_openai
 from m2forge.train.run_dir import CONFIG_FILE
 
 if TYPE_CHECKING:
-    from m2forge.rl.trainer_nodes import Nodes
+    from m2forge.rl.ranks import Nodes
 
 MODULE = "m2forge.rl.child_main"
 POLL_S = 0.1
@@ -53,8 +54,7 @@ def run_trainer(run_dir: Path, descriptor: str | None = None) -> None:
     """`descriptor`: of the socket on which other nodes find the first one of a trainer on several."""
     config = load_resolved(RLConfig, run_dir / CONFIG_FILE)
     if not config.train.machine.mesh.is_single and "RANK" not in os.environ:
-        from m2forge.rl.ranks import run_ranks
-        from m2forge.rl.trainer_nodes import lead
+        from m2forge.rl.ranks import lead, run_ranks
 
         nodes = _trainer_nodes(config, run_dir)
         with alone(run_dir / "trainer.lock"):
@@ -70,7 +70,7 @@ def run_trainer(run_dir: Path, descriptor: str | None = None) -> None:
 
 
 def run_trainer_node(run_dir: Path, index: str) -> None:
-    from m2forge.rl.trainer_nodes import follow
+    from m2forge.rl.ranks import follow
 
     (key,) = read_keys(1)
     config = load_resolved(RLConfig, run_dir / CONFIG_FILE)
@@ -79,8 +79,7 @@ def run_trainer_node(run_dir: Path, index: str) -> None:
 
 
 def _trainer_nodes(config: RLConfig, run_dir: Path) -> "Nodes":
-    from m2forge.rl.ranks import num_ranks
-    from m2forge.rl.trainer_nodes import Nodes
+    from m2forge.rl.ranks import Nodes, num_ranks
 
     num_nodes = config.cluster.ray.trainer_nodes
     command = (MODULE, TRAINER, str(run_dir))
@@ -96,7 +95,7 @@ def alone(lock: Path) -> Iterator[None]:
         yield
 
 
-def run_sampler(run_dir: Path, descriptor: str) -> None:
+def run_sampler(run_dir: Path, descriptor: str, name: str = SAMPLER) -> None:
     (key,) = read_keys(1)
     config = load_resolved(RLConfig, run_dir / CONFIG_FILE)
     listener = socket.socket(fileno=int(descriptor))
@@ -113,6 +112,9 @@ def run_sampler(run_dir: Path, descriptor: str) -> None:
         from m2forge.rollout.config import ServeConfig, ServerConfig
         from m2forge.rollout.server.model_server import serve_model
 
+    if config.cluster.launcher == "local" and name != SAMPLER:
+        index = sampler_names(config.cluster).index(name)
+        os.environ.update(visible_gpu(index, os.environ, torch.cuda.device_count()))
     version, folder = _newest_weights(run_dir, config)
     server = ServerConfig(host=listener.getsockname()[0])
     if config.engine.num_threads is not None:
@@ -138,6 +140,16 @@ def run_sampler(run_dir: Path, descriptor: str) -> None:
         receiver.stop()
 
 
+def visible_gpu(index: int, env: Mapping[str, str], num_gpus: int) -> dict[str, str]:
+    """The variable that lets the sampler of this index see one GPU of a machine with several: from the last on, because
+    a trainer's ranks take the first ones. `num_gpus`: that this process sees, by its environment `env`."""
+    if num_gpus < 2:
+        return {}
+    listed = env.get("CUDA_VISIBLE_DEVICES")
+    names = listed.split(",") if listed else [str(place) for place in range(num_gpus)]
+    return {"CUDA_VISIBLE_DEVICES": names[-1 - index % len(names)].strip()}
+
+
 def _newest_weights(run_dir: Path, config: RLConfig) -> tuple[PolicyVersion, Path]:
     store = Layout(run_dir).weight_store(config)
     while (newest := store.newest()) is None:
@@ -146,53 +158,62 @@ def _newest_weights(run_dir: Path, config: RLConfig) -> tuple[PolicyVersion, Pat
     return newest
 
 
-def run_gateway(run_dir: Path, descriptor: str) -> None:
-    admin_key, sampler_key = read_keys(2)
+def run_gateway(run_dir: Path, descriptor: str, name: str = GATEWAY) -> None:
+    config = load_resolved(RLConfig, run_dir / CONFIG_FILE)
+    admin_key, *sampler_keys = read_keys(1 + config.cluster.samplers)
     with importing():
         from m2forge.gateway.server import serve_gateway
         from m2forge.model.config_file import read_config
         from m2forge.model.hub import find_folder
         from m2forge.rollout.backends.remote import RemoteEngine
+        from m2forge.rollout.backends.replicas import ReplicatedEngine
     from m2forge.text.format import make_format
     from m2forge.text.tokenizer import load_tokenizer
 
-    config = load_resolved(RLConfig, run_dir / CONFIG_FILE)
     layout, folder = Layout(run_dir), find_folder(config.model, config.revision)
     network, rollout = read_config(folder), config.engine.rollout
     listener = socket.socket(fileno=int(descriptor))
+    journal = layout.journals(config.cluster)[gateway_names(config.cluster).index(name)]
+    tools = layout.run_dir / "tools" / ("" if name == GATEWAY else name)
     own = {
         # Where others can reach it, every route needs a key.
         "host": listener.getsockname()[0],
-        "journal": str(layout.journal),
+        "journal": str(journal),
         "records_experts": config.policy.replay == "recorded",
         "max_reward": min(config.gateway.max_reward, MAX_PERF),
     }
-    layout.journal.mkdir(exist_ok=True)
-    with alone(layout.journal / "gateway.lock"):
+
+    def make_engine() -> Engine:
+        keys = dict(zip(sampler_names(config.cluster), sampler_keys, strict=True))
+        engines = {name: RemoteEngine(RoleUrl(layout.processes, name), key=key) for name, key in keys.items()}
+        return ReplicatedEngine(engines) if len(engines) > 1 else engines[SAMPLER]
+
+    journal.mkdir(parents=True, exist_ok=True)
+    with alone(journal / "gateway.lock"):
         serve_gateway(
             # The loop has checked it, and logged what it costs if it rewrites its prefix.
             make_format(config.gateway.format, load_tokenizer(folder)),
             config.gateway.model_copy(update=own),
-            lambda: RemoteEngine(RoleUrl(layout.processes, SAMPLER), key=sampler_key),
+            make_engine,
             _announce,
             admin_key=admin_key,
             context=min(rollout.max_context or network.max_context, network.max_context),
             vocab_size=network.vocab_size,
             listener=listener,
-            open_tool_host=lambda: open_tool_host(config, layout.run_dir / "tools"),
+            open_tool_host=lambda: open_tool_host(config, tools),
         )
 
 
 def run_host(run_dir: Path, name: str) -> None:
-    (key,) = read_keys(1)
     config, layout = load_resolved(RLConfig, run_dir / CONFIG_FILE), Layout(run_dir)
+    keys = read_keys(config.cluster.gateways)
     with importing():
         from m2forge.rl import host
         from m2forge.sandbox.shared_images import share_images
 
     if config.cluster.launcher == "ray":
         share_images(layout.images)
-    host.run_host(layout, config, name, key)
+    host.run_host(layout, config, name, keys)
 
 
 def read_keys(num_keys: int) -> list[str]:

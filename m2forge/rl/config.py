@@ -37,6 +37,7 @@ from m2forge.train.config import Curve, PolicyConfig, TuneConfig
 from m2forge.weights.config import WeightsConfig
 
 Count = Annotated[int, Field(gt=0)]
+MAX_PORT = 65535
 
 
 class AttemptConfig(Config):
@@ -174,7 +175,8 @@ class RLConfig(Config):
 
     @property
     def gateway_port(self) -> int:
-        """The configured port, otherwise 0, which picks a free one: several runs may share a machine."""
+        """The first gateway's port: the configured one, otherwise 0, which picks a free one: several runs may share a
+        machine."""
         return self.gateway.port if "port" in self.gateway.model_fields_set else 0
 
     @property
@@ -204,6 +206,12 @@ class RLConfig(Config):
         folders = [key for key in self.curriculum.family_keys if parse_source(key).kind is SourceKind.FOLDERS]
         if folders and self.agent.sandbox.backend == "process":
             raise ValueError(f'agent.sandbox.backend: {folders[0]} brings files of its own; set "namespace" or "auto"')
+        last_port = self.gateway_port and self.gateway_port + self.cluster.gateways - 1
+        if last_port > MAX_PORT:
+            raise ValueError(
+                f"gateway.port: {self.cluster.gateways} gateways (cluster.gateways) listen on as many ports from "
+                f"{self.gateway_port} on, and the last port is {MAX_PORT}; give a lower port, or 0 for free ones"
+            )
         if self.gateway.journal:
             raise ValueError("gateway.journal is set by the run; leave it out")
         if self.gateway.records_experts:
@@ -240,6 +248,8 @@ class RLConfig(Config):
 
     def _check_server(self, kind: str) -> None:
         """Refuse what a server of another engine cannot do."""
+        if self.cluster.samplers > 1:
+            raise ValueError(f"cluster.samplers: engine.server names one {kind} server, whatever it runs; leave it out")
         if self.policy.replay == "recorded":
             raise ValueError(f'policy.replay = "recorded": {kind} does not report experts; leave it out')
         if self.weights.anchor_every > 1:

@@ -232,10 +232,11 @@ async def evaluate(
     thread = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
     indices = {index * len(tasks) // NUM_STORED for index in range(NUM_STORED)}
     stored: dict[int, HeldOutAttempt] = {}
+    name = f"check-{step}-{int(time.time() * 1e6)}"
 
     async def attempt(index: int, task: Task) -> float | None:
         async with slots.evaluating():
-            result = await _attempt(runner, task, f"check-{step}-{int(time.time() * 1e6)}-{index}", overrides(task))
+            result = await _attempt(runner, task, f"{name}-{index}", overrides(task))
         if result is None:
             return None
         num_tokens.update(await _in_thread(thread, _count_versions, result.tree))

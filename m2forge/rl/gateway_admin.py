@@ -1,6 +1,10 @@
-"""The loop's client of the gateway's admin routes: creates API keys for attempts, fetches and deletes their records.
+"""Clients of the gateways' admin routes: create API keys for attempts, fetch and delete their records.
 
-The gateway may be killed and restarted at any time; requests sent meanwhile are retried. Attempts are many and the loop
+`GatewayAdmin` is the client of one gateway, `Gateways` of all that a run has. Every process of the run finds the
+gateway of an episode from its id alone: the sum of the numbers in it, modulo the number of gateways. So attempts of a
+group, and groups of one attempt, take turns; and an attempt that is retried, whose id counts retries, goes to another.
+
+A gateway may be killed and restarted at any time; requests sent meanwhile are retried. Attempts are many and the loop
 is one process, so an attempt costs three small requests and its share of a batched fourth one.
 """
 
@@ -9,7 +13,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
@@ -79,8 +83,8 @@ class GatewayAdmin:
             await asyncio.gather(self._deleting, return_exceptions=True)
         self._http.close()
 
-    async def wait_until_up(self) -> None:
-        """Wait until the gateway and the sampler behind it serve."""
+    async def wait_until_up(self, id: str = "") -> None:
+        """Wait until the gateway and the sampler behind it serve. `id`: of any attempt."""
         await self._request("GET", "/health")
 
     async def open(self, id: str, task: Task, group: str, overrides: Overrides) -> Endpoint:
@@ -154,6 +158,52 @@ class GatewayAdmin:
             if time.monotonic() > until_s:
                 raise EngineError(f"{method} {path}: the gateway at {self.url} is not available: {problem}")
             await asyncio.sleep(RETRY_S)
+
+
+def home_of(id: str, num_gateways: int) -> int:
+    """Index of the gateway that has the episode of this id."""
+    return sum(int(digits) for digits in re.findall(r"\d+", id)) % num_gateways
+
+
+class Gateways:
+    """See `Gateway`."""
+
+    def __init__(self, admins: Sequence[GatewayAdmin]) -> None:
+        """`admins`: of each gateway, in the order of their indices."""
+        self.admins = tuple(admins)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for admin in self.admins:
+            await admin.__aexit__(kind, error, trace)
+
+    def _of(self, id: str) -> GatewayAdmin:
+        return self.admins[home_of(id, len(self.admins))]
+
+    async def wait_until_up(self, id: str) -> None:
+        await self._of(id).wait_until_up()
+
+    async def open(self, id: str, task: Task, group: str, overrides: Overrides) -> Endpoint:
+        return await self._of(id).open(id, task, group, overrides)
+
+    async def num_failed(self, id: str) -> int:
+        return await self._of(id).num_failed(id)
+
+    async def close(self, id: str) -> Recorded:
+        return await self._of(id).close(id)
+
+    async def delete(self, ids: Iterable[str]) -> None:
+        parts: dict[GatewayAdmin, list[str]] = {}
+        for id in ids:
+            parts.setdefault(self._of(id), []).append(id)
+        await asyncio.gather(*(admin.delete(part) for admin, part in parts.items()))
+
+    def delete_soon(self, id: str) -> None:
+        self._of(id).delete_soon(id)
 
 
 def _reason(status: int, content: bytes) -> str:

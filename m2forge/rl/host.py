@@ -13,12 +13,14 @@ other keys, on any host. The death of a host never counts against an attempt.
 import asyncio
 import json
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 
 from m2forge.agents.attempt import AttemptRunner
 from m2forge.agents.workspace import SandboxCounts, Workspaces
+from m2forge.cluster.config import ClusterConfig
 from m2forge.cluster.launcher import end_with_error
 from m2forge.cluster.process_record import RoleUrl, record_size
 from m2forge.errors import M2ForgeError, RunError
@@ -38,33 +40,27 @@ from m2forge.rl.attempts import (
     renew_leases,
 )
 from m2forge.rl.config import RLConfig
-from m2forge.rl.gateway_admin import LOOP_EPISODE_ID, GatewayAdmin
-from m2forge.rl.layout import GATEWAY, SAMPLER, Layout
+from m2forge.rl.gateway_admin import LOOP_EPISODE_ID, GatewayAdmin, Gateways, home_of
+from m2forge.rl.layout import Layout, gateway_names, host_names, sampler_names
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.format import make_format
 from m2forge.text.tokenizer import load_tokenizer
 
-SERVERS = (SAMPLER, GATEWAY)
-"""Roles whose restart interrupts attempts."""
 POLL_S = 0.02
 COUNTS_S = 1.0
 EVALUATION_PREFIX = "check-"
 _SUMMED = tuple(field.name for field in fields(AttemptCounts) if field.name != "perfs")
 
 
-def host_names(config: RLConfig) -> list[str]:
-    return [f"host-{index}" for index in range(config.cluster.agent_hosts)]
-
-
-def run_host(layout: Layout, config: RLConfig, name: str, key: str) -> None:
-    """Run attempts until SIGTERM. A failure that every retry would repeat ends the run."""
+def run_host(layout: Layout, config: RLConfig, name: str, keys: Sequence[str]) -> None:
+    """Run attempts until SIGTERM. A failure that every retry would repeat ends the run. `keys`: of the gateways."""
     try:
-        asyncio.run(_run(layout, config, name, key))
+        asyncio.run(_run(layout, config, name, keys))
     except RunError as error:
         end_with_error(error)
 
 
-async def _run(layout: Layout, config: RLConfig, name: str, key: str) -> None:
+async def _run(layout: Layout, config: RLConfig, name: str, keys: Sequence[str]) -> None:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -72,17 +68,20 @@ async def _run(layout: Layout, config: RLConfig, name: str, key: str) -> None:
     format = make_format(config.gateway.format, load_tokenizer(folder))
     try:
         vocab_size = read_config(folder).vocab_size
+        urls = [RoleUrl(layout.processes, gateway) for gateway in gateway_names(config.cluster)]
         with Pool(layout.pool(config.pool), vocab_size, wait_s=config.pool.reconnect_s) as pool:
             async with (
-                open_admin(config, RoleUrl(layout.processes, GATEWAY), key) as admin,
+                open_gateways(config, urls, keys) as gateways,
                 open_agent(config.agent, layout.agents / name, format) as agent,
                 open_tasks(config, layout.run_dir / "verify" / name) as tasks,
                 PoolWriter(pool) as writer,
             ):
                 await writer.run(pool.release, name)
-                await delete_ended(layout.journal, pool, writer, admin, with_evaluations=False)
+                journals = layout.journals(config.cluster)
+                await delete_ended(journals, pool, writer, gateways, with_evaluations=False)
                 workspaces = Workspaces(layout.workspaces / name, attempt_sandbox(config.agent))
-                runner = AttemptRunner(agent, admin, tasks, workspaces, lambda: server_starts(layout))
+                starts = partial(server_starts, layout, config.cluster)
+                runner = AttemptRunner(agent, gateways, tasks, workspaces, starts)
                 async with Attempts(runner, pool, writer) as attempts:
                     await _attempt(layout, config, name, writer, attempts)
     except asyncio.CancelledError:
@@ -127,8 +126,10 @@ async def _attempt(layout: Layout, config: RLConfig, name: str, writer: PoolWrit
         await cancel_all([*working, *leasing.running])
 
 
-def open_admin(config: RLConfig, url: Callable[[], str], key: str) -> GatewayAdmin:
-    return GatewayAdmin(url, key, budget=config.agent.budget, sampling=config.agent.sampling.record())
+def open_gateways(config: RLConfig, urls: Sequence[Callable[[], str]], keys: Sequence[str]) -> Gateways:
+    budget, sampling = config.agent.budget, config.agent.sampling.record()
+    pairs = zip(urls, keys, strict=True)
+    return Gateways([GatewayAdmin(url, key, budget=budget, sampling=sampling) for url, key in pairs])
 
 
 def open_tasks(config: RLConfig, folder: Path) -> TaskRunner:
@@ -142,23 +143,30 @@ def open_tasks(config: RLConfig, folder: Path) -> TaskRunner:
     )
 
 
-def server_starts(layout: Layout) -> int:
-    """Changes whenever sampler or gateway starts or ends, before a restarted one can answer."""
-    return sum(record_size(layout.processes, name) for name in SERVERS)
+def server_starts(layout: Layout, config: ClusterConfig, attempt: str) -> tuple[int, ...]:
+    """The index of the attempt's gateway, and numbers that change whenever this gateway or a sampler starts or ends,
+    before a restarted one can answer. Which sampler has the attempt only its gateway knows."""
+    gateways = gateway_names(config)
+    home = home_of(attempt, len(gateways))
+    return home, *(record_size(layout.processes, name) for name in (gateways[home], *sampler_names(config)))
 
 
 async def delete_ended(
-    journal: Path, pool: Pool, writer: PoolWriter, gateway: GatewayAdmin, *, with_evaluations: bool
+    journals: Sequence[Path], pool: Pool, writer: PoolWriter, gateways: Gateways, *, with_evaluations: bool
 ) -> None:
-    """Delete the gateway's copies of attempts that are no longer in flight, whose keys it then refuses: of attempts
-    that died with their process, and of stored ones whose deletion was lost. `with_evaluations`: also those of
-    evaluations, which die with their loop."""
-    names = [name for name in journal_ids(journal) if LOOP_EPISODE_ID.fullmatch(name)]
+    """Delete the gateways' copies of attempts that are no longer in flight, whose keys they then refuse: of attempts
+    that died with their process, and of stored ones whose deletion was lost. `journals`: of each gateway; a run that
+    had another number of them left journals where no attempt of their names would be now. `with_evaluations`: also
+    those of evaluations, which die with their loop."""
+    found = [[name for name in journal_ids(journal) if LOOP_EPISODE_ID.fullmatch(name)] for journal in journals]
     # Read after the names: an attempt is in flight before its episode is opened.
     running = await writer.run(pool.running)
-    await gateway.delete(
-        name for name in names if name not in running and (with_evaluations or not name.startswith(EVALUATION_PREFIX))
-    )
+    for admin, names in zip(gateways.admins, found, strict=True):
+        await admin.delete(
+            name
+            for name in names
+            if name not in running and (with_evaluations or not name.startswith(EVALUATION_PREFIX))
+        )
 
 
 # -- counts of all hosts, for the loop's view --------------------------------------------------------------------------
@@ -173,7 +181,7 @@ def add_counts(
 ) -> tuple[AttemptCounts, SandboxCounts]:
     """The loop's own counts plus those of all hosts since each of them started."""
     total, started = _summed(own), asdict(sandboxes)
-    for name in host_names(config):
+    for name in host_names(config.cluster):
         try:
             found = json.loads(counts_path(layout, name).read_text(encoding="utf-8"))
         except FileNotFoundError:

@@ -4,7 +4,8 @@
                 weights/            published policy versions
                 broadcast.json      where samplers find the trainer, if it broadcasts them
                 pool.db             the data pool and the curriculum's state
-                journal/            the gateway's journals
+                journal/            the gateway's journals; of several gateways, the first one's and a folder for each
+                                    of the others
                 checks.jsonl        evaluations on held-out tasks
                 lineage.jsonl       trainer processes and the steps that they resumed from
                 kept/               each evaluation's attempts at a few held-out tasks
@@ -36,9 +37,11 @@ before this file was written, counts as earlier than all that have one.
 """
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from m2forge.cluster.config import ClusterConfig
 from m2forge.cluster.keeper import RECORD_FOLDER
 from m2forge.errors import RecordError
 from m2forge.files import append_line, sync_path, whole_lines
@@ -50,7 +53,29 @@ from m2forge.weights.store import WeightStore
 SQLITE = "sqlite:///"
 TRAINER, SAMPLER, GATEWAY = "trainer", "sampler", "gateway"
 TRAINER_NODE = "trainer-node"
-"""Names of a run's processes, beside those of its agent hosts."""
+"""Kinds of a run's processes, beside agent hosts."""
+
+
+def trainer_node_names(config: ClusterConfig) -> list[str]:
+    """The processes that run the trainer's ranks on other nodes than the first."""
+    return [f"{TRAINER_NODE}-{index}" for index in range(1, config.ray.trainer_nodes)]
+
+
+def sampler_names(config: ClusterConfig) -> list[str]:
+    return _replica_names(SAMPLER, config.samplers)
+
+
+def gateway_names(config: ClusterConfig) -> list[str]:
+    return _replica_names(GATEWAY, config.gateways)
+
+
+def host_names(config: ClusterConfig) -> list[str]:
+    return [f"host-{index}" for index in range(config.agent_hosts)]
+
+
+def _replica_names(kind: str, num: int) -> list[str]:
+    """A single process of its kind has no number."""
+    return [kind] if num == 1 else [f"{kind}-{index}" for index in range(num)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +96,17 @@ class Layout:
 
     @property
     def journal(self) -> Path:
+        """That of the first gateway, which alone has deployed agents' episodes."""
         return self.run_dir / "journal"
+
+    def journals(self, config: ClusterConfig) -> list[Path]:
+        """One for each gateway. The first one's is the same for any number of gateways, so that a run may change it."""
+        return [self.journal, *(self.journal / name for name in gateway_names(config)[1:])]
+
+    def remove_other_journals(self, config: ClusterConfig) -> None:
+        """Remove the journals of gateways that the run no longer has. They hold attempts, which restart."""
+        for path in {*self.journal.glob(f"{GATEWAY}-*")} - {*self.journals(config)}:
+            shutil.rmtree(path)
 
     @property
     def gateway(self) -> Path:

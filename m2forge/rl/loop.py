@@ -41,6 +41,7 @@ drawn twice.
 #     reward/judge.py                   rewards of a group
 #     reward/rule.py                    process reward of a step
 #     rl/host.py                        counts of attempts, for the view
+#     rl/weight_updates.py              the newest version to the samplers
 #     weights/store.py                  published policy versions
 #     pool/batch.py                     which lineage the sampler serves, after a weight update
 
@@ -61,12 +62,9 @@ from m2forge.agents.attempt import AttemptRunner
 from m2forge.agents.workspace import SandboxCounts, Workspaces
 from m2forge.cluster.launcher import Launched, Launcher, Role
 from m2forge.config import Setting, build, load, to_overrides
-from m2forge.errors import EngineError
 from m2forge.files import write_atomic
 from m2forge.gateway.format import load_format
-from m2forge.http_client import HttpClient, encode_json
 from m2forge.loop_thread import run_anywhere
-from m2forge.model.config_file import CONFIG_FILE as WEIGHTS_CONFIG
 from m2forge.model.config_file import read_config
 from m2forge.model.hub import find_folder, pinned
 from m2forge.observe.metrics import FILE_NAME, StepMetrics, read_last_step
@@ -75,7 +73,7 @@ from m2forge.observe.tracker import require_writers
 from m2forge.pool.lifecycle import StateError, UnitState
 from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.stored import Lease, Queued
-from m2forge.records import JsonValue, PolicyVersion, Task
+from m2forge.records import PolicyVersion, Task
 from m2forge.reward.judge import Judge
 from m2forge.rl.attempts import (
     AttemptCounts,
@@ -93,10 +91,11 @@ from m2forge.rl.child_main import MODULE
 from m2forge.rl.config import RLConfig
 from m2forge.rl.deployed import DeployedEpisodes, keep_address
 from m2forge.rl.eval import EvalResult, Evaluations, read_results
-from m2forge.rl.gateway_admin import GatewayAdmin
-from m2forge.rl.host import add_counts, delete_ended, host_names, open_admin, open_tasks
-from m2forge.rl.layout import Layout, read_lineage
+from m2forge.rl.gateway_admin import Gateways
+from m2forge.rl.host import add_counts, delete_ended, open_gateways, open_tasks
+from m2forge.rl.layout import Layout, host_names, read_lineage
 from m2forge.rl.servers import Server, launch_trainer, make_servers, open_launchers, require_cluster
+from m2forge.rl.weight_updates import WeightUpdates
 from m2forge.tasks.curriculum import Curriculum, Draw, Families
 from m2forge.tasks.survey import survey
 from m2forge.tasks.task_set import FamilyInfo
@@ -107,11 +106,7 @@ from m2forge.train.run_dir import CONFIG_FILE, hold_run, open_run
 
 WORKER = "loop"
 """Name under which the loop holds leases; a run has one loop."""
-LOAD_S = 600.0
-"""Timeout of a request to the sampler, which may wait until weights are loaded."""
 POLL_S = 0.02
-FAILED = 503
-"""HTTP status of a sampler whose engine has failed."""
 JUDGE_S = 0.2
 """How often the loop looks for complete groups whose attempts agent hosts ran."""
 VIEW_S = 1.0
@@ -197,11 +192,12 @@ class Loop:
         self._served: list[PolicyVersion] = []
         self.slots = Slots(config.agent.num_jobs, config.eval.share)
         self.evaluations = Evaluations(config, layout, self.slots, self._served)
+        self.updates = WeightUpdates(self.weights, self.pool, self.evaluations.pin, self.note_served, layout.log)
         self._running: dict[asyncio.Task[None], Lease] = {}
 
     @property
     def served(self) -> PolicyVersion | None:
-        """The last version that the sampler is known to serve."""
+        """The last version that all samplers are known to serve."""
         return self._served[-1] if self._served else None
 
     def note_served(self, version: PolicyVersion) -> None:
@@ -229,33 +225,35 @@ class Loop:
                 is_done = partial(is_trained, self.layout, self.config)
                 trainer, *trainer_nodes = await launch_trainer(own, self.config, self.layout, is_done)
                 launched += trainer, *trainer_nodes
-                servers = await make_servers(launcher, self.layout, self.config.gateway.host, self.config.gateway_port)
-                serving = [servers.sampler.child, servers.gateway.child]
-                launched += reversed(serving)
+                servers = await make_servers(launcher, self.layout, self.config)
+                launched += [server.child for server in reversed(servers.all)]
+                self.layout.remove_other_journals(self.config.cluster)
                 training = self._start(background, trainer.supervise())
                 for node in trainer_nodes:
                     self._start(background, node.supervise())
                 await self._while_alive(background, self._wait_for_weights())
-                for child in serving:
-                    self._start(background, child.supervise())
+                for server in servers.all:
+                    self._start(background, server.child.supervise())
                 if self.config.pool.admit_deployed:
-                    self._start(background, keep_address(self.layout.gateway, servers.gateway))
+                    self._start(background, keep_address(self.layout.gateway, servers.gateways[0]))
+                keys = [gateway.key for gateway in servers.gateways]
+                urls = [gateway.find_url for gateway in servers.gateways]
                 async with (
-                    open_admin(self.config, lambda: servers.gateway.child.url, servers.gateway.key) as admin,
+                    open_gateways(self.config, urls, keys) as gateways,
                     open_agent(self.config.agent, self._own(self.layout.agents), self.format) as agent,
                     open_tasks(self.config, self._own(self.layout.run_dir / "verify")) as runner,
                     PoolWriter(self.pool) as writer,
                 ):
                     workspaces = Workspaces(self._own(self.layout.workspaces), attempt_sandbox(self.config.agent))
-                    attempt_runner = AttemptRunner(
-                        agent, admin, runner, workspaces, lambda: sum(child.num_starts for child in serving)
-                    )
+                    attempt_runner = AttemptRunner(agent, gateways, runner, workspaces, servers.starts)
                     async with JudgedAttempts(
                         attempt_runner, self.pool, writer, self.judge, self.format, self._note_group
                     ) as attempts:
                         try:
-                            hosts = await self._launch_hosts(launcher, servers.gateway)
-                            await self._roll_out(background, training, servers.sampler, hosts, attempts, writer, admin)
+                            hosts = await self._launch_hosts(launcher, keys)
+                            await self._roll_out(
+                                background, training, servers.samplers, hosts, attempts, writer, gateways
+                            )
                         finally:
                             # Before the resources that they use are closed.
                             await cancel_all(background | set(self._running))
@@ -272,26 +270,27 @@ class Loop:
         """The loop's part of a folder that it shares with agent hosts."""
         return folder / WORKER if self.config.cluster.agent_hosts else folder
 
-    async def _launch_hosts(self, launcher: Launcher, gateway: Server) -> list[Launched]:
-        commands = {name: (MODULE, "host", str(self.layout.run_dir), name) for name in host_names(self.config)}
-        return [await launcher.launch(Role(name, command, (gateway.key,))) for name, command in commands.items()]
+    async def _launch_hosts(self, launcher: Launcher, keys: Sequence[str]) -> list[Launched]:
+        commands = {name: (MODULE, "host", str(self.layout.run_dir), name) for name in host_names(self.config.cluster)}
+        return [await launcher.launch(Role(name, command, tuple(keys))) for name, command in commands.items()]
 
     async def _roll_out(
         self,
         background: set[asyncio.Task[None]],
         training: asyncio.Task[None],
-        sampler: Server,
+        samplers: Sequence[Server],
         hosts: Sequence[Launched],
         attempts: JudgedAttempts,
         writer: PoolWriter,
-        admin: GatewayAdmin,
+        gateways: Gateways,
     ) -> None:
         runner = attempts.runner
         self._start(background, runner.agent.watch())
-        await self._while_alive(background, admin.wait_until_up())
-        await self._take_over(writer, admin)
+        for admin in gateways.admins:
+            await self._while_alive(background, admin.wait_until_up())
+        await self._take_over(writer, gateways)
         await attempts.judge_complete()
-        self._start(background, self._push_weights(sampler, writer))
+        self._start(background, self.updates.run(samplers, writer))
         for host in hosts:
             self._start(background, host.supervise())
         await self._while_alive(background, self.evaluations.first(runner))
@@ -301,23 +300,27 @@ class Loop:
         self._start(background, attempts.judge_ended(JUDGE_S if hosts else None))
         feeding = {self._start(background, self._feed(writer, attempts, runner.tasks.next_task))}
         if self.config.pool.admit_deployed:
-            deployed = DeployedEpisodes(self.config, self.layout.journal, admin, self.pool, writer)
+            deployed = DeployedEpisodes(self.config, self.layout.journal, gateways.admins[0], self.pool, writer)
             feeding.add(self._start(background, deployed.watch()))
         self._start(background, self.evaluations.run_scheduled(runner))
         await self._while_alive(background - {training}, training)
         await cancel_all(feeding | set(self._running))
-        await self._stop_hosts(hosts, writer, admin)
+        await self._stop_hosts(hosts, writer, gateways)
         self.slots.end_training()
         last = self.evaluations.last(runner, self._serves_newest)
         await self._while_alive(background - {training, *feeding}, last)
 
-    async def _stop_hosts(self, hosts: Sequence[Launched], writer: PoolWriter, admin: GatewayAdmin) -> None:
+    async def _stop_hosts(self, hosts: Sequence[Launched], writer: PoolWriter, gateways: Gateways) -> None:
         """Stop the hosts once training is over, and delete the episodes of what they still attempted."""
         await asyncio.gather(*(host.stop() for host in hosts))
         for host in hosts:
             await writer.run(self.pool.release, host.name)
         if hosts:
-            await delete_ended(self.layout.journal, self.pool, writer, admin, with_evaluations=False)
+            await self._delete_ended(writer, gateways, with_evaluations=False)
+
+    async def _delete_ended(self, writer: PoolWriter, gateways: Gateways, *, with_evaluations: bool) -> None:
+        journals = self.layout.journals(self.config.cluster)
+        await delete_ended(journals, self.pool, writer, gateways, with_evaluations=with_evaluations)
 
     def _start(self, background: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a background task."""
@@ -363,66 +366,18 @@ class Loop:
             while await writer.run(self.pool.sweep):
                 await asyncio.sleep(0)
 
-    async def _push_weights(self, sampler: Server, writer: PoolWriter) -> None:
-        """Send the newest published version to the sampler whenever it changes. A restarted sampler loads the newest
-        itself, so the loop requests its version first. A sampler whose engine has failed is about to exit; the version
-        goes to its successor."""
-        process = sampler.child
-        num_starts = process.num_starts
-        with contextlib.closing(HttpClient(lambda: sampler.child.url, key=sampler.key)) as http:
-            while True:
-                starts = process.num_starts
-                is_answered = starts == num_starts or await self._fetch_version(http)
-                if is_answered and (starts != num_starts or not self._serves_newest()):
-                    # A pinned evaluation holds this lock, so look up the version after acquiring it.
-                    async with self.evaluations.pin:
-                        # Read before the version: versions published under an earlier epoch may be lost.
-                        epoch = await writer.run(self.pool.epoch)
-                        newest = self.weights.newest()
-                        if newest is not None and await self._push(http, *newest):
-                            self.note_served(newest[0])
-                            num_starts = starts
-                            await writer.run(self.pool.rejoin, epoch)
-                await asyncio.sleep(POLL_S)
-
-    async def _fetch_version(self, http: HttpClient) -> bool:
-        """Request the version that a restarted sampler serves; returns whether it responded."""
-        try:
-            response = await http.request("GET", "/health", timeout_s=LOAD_S)
-        except OSError:
-            return False
-        if response.is_success:
-            self.note_served(PolicyVersion(**json.loads(response.content)["version"]))
-        return response.is_success
-
-    async def _push(self, http: HttpClient, version: PolicyVersion, folder: Path) -> bool:
-        """Send a version to the sampler; returns whether it loaded it."""
-        body: JsonValue = {"folder": str(folder.absolute()), "version": version.to_dict()}
-        try:
-            response = await http.request("POST", "/weights", encode_json(body), timeout_s=LOAD_S)
-        except OSError:
-            return False
-        # When the trainer removes a version, it deletes its config first; the newest version is sent next.
-        if not response.is_success and response.status != FAILED and (folder / WEIGHTS_CONFIG).exists():
-            raise EngineError(
-                f"the sampler refused version {version.step} in {folder} with status {response.status}: "
-                f"{response.text[:500]}. See {self.layout.log / 'sampler.log'}, repair the cause, then start the run "
-                "again"
-            )
-        return response.is_success
-
     async def _wait_for_weights(self) -> None:
         while self.weights.newest() is None:
             await asyncio.sleep(POLL_S)
 
-    async def _take_over(self, writer: PoolWriter, admin: GatewayAdmin) -> None:
+    async def _take_over(self, writer: PoolWriter, gateways: Gateways) -> None:
         """Release the leases of a loop that died and of hosts that this run no longer has, so that their attempts
-        restart, and delete their episodes at the gateway, including those already stored in the pool; their keys are
+        restart, and delete their episodes at the gateways, including those already stored in the pool; their keys are
         then refused. Hosts release their own leases when they start; those that outlived the loop keep them."""
         workers = set((await writer.run(self.pool.running)).values())
-        for worker in workers - {*host_names(self.config)}:
+        for worker in workers - {*host_names(self.config.cluster)}:
             await writer.run(self.pool.release, worker)
-        await delete_ended(self.layout.journal, self.pool, writer, admin, with_evaluations=True)
+        await self._delete_ended(writer, gateways, with_evaluations=True)
 
     def _note_group(self, task: Task, pass_rate: float) -> None:
         before = self.curriculum.levels()

@@ -1,4 +1,4 @@
-"""The launchers of a run's processes; its trainer; its sampler and gateway: two servers, each on a socket that outlives
+"""The launchers of a run's processes; its trainer; its samplers and gateways: servers, each on a socket that outlives
 it."""
 
 from collections.abc import Callable
@@ -13,8 +13,19 @@ from m2forge.errors import ConfigError
 from m2forge.key import make_key
 from m2forge.rl.child_main import MODULE
 from m2forge.rl.config import RLConfig
-from m2forge.rl.host import host_names
-from m2forge.rl.layout import GATEWAY, SAMPLER, SQLITE, TRAINER, TRAINER_NODE, Layout
+from m2forge.rl.gateway_admin import home_of
+from m2forge.rl.layout import (
+    GATEWAY,
+    SAMPLER,
+    SQLITE,
+    TRAINER,
+    TRAINER_NODE,
+    Layout,
+    gateway_names,
+    host_names,
+    sampler_names,
+    trainer_node_names,
+)
 from m2forge.sandbox.image import HOST as HOST_IMAGE
 from m2forge.sandbox.image import ImageStore
 from m2forge.sandbox.shared_images import share_images
@@ -46,7 +57,7 @@ def require_cluster(config: RLConfig, runs: Path) -> None:
 
 def open_launchers(config: RLConfig, layout: Layout) -> tuple[Launcher, Launcher]:
     """The launcher of the trainer, which ends with the loop, and that of all other processes."""
-    own_names = [TRAINER, *trainer_node_names(config)]
+    own_names = [TRAINER, *trainer_node_names(config.cluster)]
     other_names = [name for name in _num_gpus(config) if name not in own_names]
     if not config.cluster.agent_hosts:
         # One launcher for all.
@@ -74,13 +85,10 @@ def _plan(config: RLConfig, layout: Layout, names: list[str]) -> RayPlan | None:
 def _num_gpus(config: RLConfig) -> dict[str, int]:
     """The run's processes, and the GPUs that each reserves on a Ray cluster."""
     ray = config.cluster.ray
-    trainer = dict.fromkeys((TRAINER, *trainer_node_names(config)), ray.trainer_gpus)
-    return trainer | {SAMPLER: ray.sampler_gpus, GATEWAY: 0} | dict.fromkeys(host_names(config), 0)
-
-
-def trainer_node_names(config: RLConfig) -> list[str]:
-    """The processes that run the trainer's ranks on other nodes than the first."""
-    return [f"{TRAINER_NODE}-{index}" for index in range(1, config.cluster.ray.trainer_nodes)]
+    trainer = dict.fromkeys((TRAINER, *trainer_node_names(config.cluster)), ray.trainer_gpus)
+    samplers = dict.fromkeys(sampler_names(config.cluster), ray.sampler_gpus)
+    others = [*gateway_names(config.cluster), *host_names(config.cluster)]
+    return {**trainer, **samplers, **dict.fromkeys(others, 0)}
 
 
 def share_run_images(config: RLConfig, layout: Layout) -> None:
@@ -101,7 +109,7 @@ async def launch_trainer(
     launcher: Launcher, config: RLConfig, layout: Layout, is_done: Callable[[], bool]
 ) -> list[Launched]:
     """The process that ends when the training does; then those of the trainer's other nodes."""
-    command, others = (MODULE, TRAINER, str(layout.run_dir)), trainer_node_names(config)
+    command, others = (MODULE, TRAINER, str(layout.run_dir)), trainer_node_names(config.cluster)
     if not others:
         return [await launcher.launch(Role(TRAINER, command), is_done)]
     keys = (make_key(),)
@@ -119,6 +127,9 @@ class Server:
     def url(self) -> str:
         return self.child.url
 
+    def find_url(self) -> str:
+        return self.child.url
+
     @property
     def key(self) -> str:
         """API key that the sampler requires on every route and the gateway on its admin routes."""
@@ -127,17 +138,31 @@ class Server:
 
 @dataclass(frozen=True)
 class Servers:
-    sampler: Server
-    gateway: Server
+    samplers: tuple[Server, ...]
+    gateways: tuple[Server, ...]
+
+    @property
+    def all(self) -> tuple[Server, ...]:
+        return self.samplers + self.gateways
+
+    def starts(self, attempt: str) -> tuple[int, ...]:
+        """The index of the attempt's gateway, and numbers that change whenever this gateway or a sampler starts."""
+        home = home_of(attempt, len(self.gateways))
+        return home, *(server.child.num_starts for server in (self.gateways[home], *self.samplers))
 
 
-async def make_servers(launcher: Launcher, layout: Layout, host: str = HOST, port: int = 0) -> Servers:
-    """Create both servers without starting them. `host` and `port` are the gateway's; port 0 picks a free one."""
+async def make_servers(launcher: Launcher, layout: Layout, config: RLConfig) -> Servers:
+    """Create the servers without starting them."""
 
-    async def make(name: str, address: tuple[str, int] = (HOST, 0), engine_keys: tuple[str, ...] = ()) -> Server:
-        command = (MODULE, name, str(layout.run_dir), SOCKET)
+    async def make(kind: str, name: str, address: tuple[str, int], engine_keys: tuple[str, ...] = ()) -> Server:
+        numbered = () if name == kind else (name,)
+        command = (MODULE, kind, str(layout.run_dir), SOCKET, *numbered)
         return Server(await launcher.launch(Role(name, command, (make_key(), *engine_keys), address)))
 
-    sampler = await make(SAMPLER)
-    gateway = await make(GATEWAY, (host, port), (sampler.key,))
-    return Servers(sampler, gateway)
+    samplers = [await make(SAMPLER, name, (HOST, 0)) for name in sampler_names(config.cluster)]
+    keys = tuple(sampler.key for sampler in samplers)
+    gateways = []
+    for index, name in enumerate(gateway_names(config.cluster)):
+        port = config.gateway_port and config.gateway_port + index
+        gateways.append(await make(GATEWAY, name, (config.gateway.host, port), keys))
+    return Servers(tuple(samplers), tuple(gateways))

@@ -19,7 +19,7 @@ class Gateway:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    async def wait_until_up(self) -> None:
+    async def wait_until_up(self, id: str) -> None:
         return
 
     async def open(self, id: str, *rest: object) -> Endpoint:

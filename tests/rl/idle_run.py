@@ -40,7 +40,7 @@ def run_trainer(run_dir: Path) -> None:
     signal.pause()
 
 
-def run_sampler(run_dir: Path, descriptor: str) -> None:
+def run_sampler(run_dir: Path, descriptor: str, *_: str) -> None:
     own.read_keys(1)
     newest = Layout(run_dir).weight_store(load_resolved(RLConfig, run_dir / CONFIG_FILE)).newest()
     assert newest is not None, "the loop starts the sampler after the first version"

@@ -72,7 +72,7 @@ class Script:
         return [id for id, was_sampled in zip(rendered.ids, rendered.trained, strict=True) if was_sampled]
 
 
-def run_sampler(run_dir: Path, descriptor: str) -> None:
+def run_sampler(run_dir: Path, descriptor: str, *_: str) -> None:
     (key,) = own.read_keys(1)
     from m2forge.rollout.config import ServerConfig
     from m2forge.rollout.server.app import make_app, make_server

@@ -32,6 +32,13 @@ def test_adapters_are_not_broadcast(tmp_path: Path) -> None:
         make_config(tmp_path, weights=weights, train={"lora": {"rank": 2}})
 
 
+def test_samplers_of_another_engine_are_not_counted(tmp_path: Path) -> None:
+    engine = {"server": {"kind": "vllm", "url": "http://127.0.0.1:8000"}}
+    assert make_config(tmp_path, engine=engine).cluster.samplers == 1
+    with pytest.raises(ConfigError, match=r"cluster.samplers: engine.server names one vllm server"):
+        make_config(tmp_path, engine=engine, cluster={"samplers": 2})
+
+
 @pytest.mark.parametrize(("name", "value"), [("journal", "elsewhere"), ("records_experts", True)])
 def test_what_the_run_sets_itself_is_refused(tmp_path: Path, name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"gateway.{name} is set by the run"):

@@ -64,7 +64,7 @@ async def agents_of(
         TaskRunner(VerifyConfig(), folder / "verify") as runner,
     ):
         workspaces = Workspaces(folder / "workspaces")
-        yield lambda num_starts: AttemptRunner(agent, admin, runner, workspaces, num_starts)
+        yield lambda num_starts: AttemptRunner(agent, admin, runner, workspaces, lambda name: num_starts())
 
 
 def run_check(program: str, folder: Path) -> EvalResult:

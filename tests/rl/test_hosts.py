@@ -65,14 +65,14 @@ class Scene:
 
     def in_flight(self) -> dict[str, str]:
         """Attempts whose agent has asked the policy, and the host of each."""
-        opened = set(journal_ids(self.layout.journal))
+        opened = {name for journal in self.layout.journals(self.config.cluster) for name in journal_ids(journal)}
         return {name: worker for name, worker in self.pool.running().items() if name in opened}
 
     def history(self, role: str) -> RoleHistory:
         return next(found for found in read_histories(self.layout.processes) if found.name == role)
 
 
-def make_scene(folder: Path) -> Scene:
+def make_scene(folder: Path, num_steps: int = 3, **cluster: object) -> Scene:
     model = make_model(folder / "scene")
     (folder / "my_code.py").write_text(VERIFIER)
     lines = [
@@ -90,7 +90,7 @@ def make_scene(folder: Path) -> Scene:
     domain = {"ratio": 1.0, "context": 2048, "families": [{"source": str(folder / "tasks.jsonl")}]}
     config = make_config(
         model,
-        num_steps=3,
+        num_steps=num_steps,
         agent={
             "kind": "command",
             "command": [sys.executable, str(AGENT), "{instruction}", str(held)],
@@ -103,7 +103,7 @@ def make_scene(folder: Path) -> Scene:
         train={"checkpoint": {"keep": 0}},
         eval={"num_tasks": 1},
         verify={"num_workers": 1},
-        cluster={"agent_hosts": len(HOSTS), "outlive_s": LIMIT_S},
+        cluster={"agent_hosts": len(HOSTS), "outlive_s": LIMIT_S, **cluster},
     )
     layout = Layout(folder / config.name)
     layout.run_dir.mkdir(mode=0o700)
@@ -121,8 +121,9 @@ def pids_of(scene: Scene) -> dict[str, int]:
         if "m2forge.cluster.keeper" in words:
             found["keeper"] = pid
         elif "tests.rl.hosts_run" in words:
-            kind, *arguments = words[words.index("tests.rl.hosts_run") + 1 :]
-            found[arguments[1] if kind == "host" else kind] = pid
+            kind, _, *arguments = filter(None, words[words.index("tests.rl.hosts_run") + 1 :])
+            # Its socket, its name, both or neither.
+            found[arguments[-1] if arguments and not arguments[-1].isdigit() else kind] = pid
     return found
 
 

@@ -19,8 +19,8 @@ import torch
 from sqlalchemy import select
 
 from m2forge.agents.attempt import AttemptRunner
+from m2forge.cluster.launcher import Launched
 from m2forge.errors import EngineError
-from m2forge.http_client import HttpClient
 from m2forge.model.checkpoint import load_model
 from m2forge.model.config_file import read_config
 from m2forge.pool import queue as submission
@@ -35,6 +35,7 @@ from m2forge.rl.eval import read_results
 from m2forge.rl.layout import Layout
 from m2forge.rl.loop import Loop, Supply, run_rl
 from m2forge.rl.servers import Server
+from m2forge.rl.weight_updates import Replica
 from m2forge.rollout.config import ServeConfig, ServerConfig
 from m2forge.rollout.engine import NativeEngine
 from m2forge.rollout.server.app import make_app
@@ -203,10 +204,10 @@ def test_a_step_repeated_after_a_restore_is_pushed_and_evaluated(model: Path, tm
 
         loop.evaluations._evaluate = check  # type: ignore[method-assign]  # agents would have to attempt tasks
         async with served(make_app(engine, ServerConfig(), KEY)) as url, PoolWriter(loop.pool) as writer:
-            child = SimpleNamespace(num_starts=1, url=url)
-            sampler = cast("Server", SimpleNamespace(key=KEY, child=child))
+            child = SimpleNamespace(name="sampler", num_starts=1, keys=(KEY,), url=url)
+            sampler = Server(cast("Launched", child))
             lost = publish(2.0)
-            pushing = asyncio.create_task(loop._push_weights(sampler, writer))
+            pushing = asyncio.create_task(loop.updates.run([sampler], writer))
             while loop.served != lost:
                 await asyncio.sleep(0.01)
             assert (core.model.norm.weight == 2.0).all()
@@ -220,7 +221,7 @@ def test_a_step_repeated_after_a_restore_is_pushed_and_evaluated(model: Path, tm
             with loop.pool.database.write() as connection:
                 fork(connection, 4)
             async with loop.evaluations.pin:
-                pushing = asyncio.create_task(loop._push_weights(sampler, writer))
+                pushing = asyncio.create_task(loop.updates.run([sampler], writer))
                 await asyncio.sleep(0.3)
                 assert loop.served == lost, "a pinned evaluation keeps its version"
             await checking
@@ -244,10 +245,9 @@ def test_a_step_repeated_after_a_restore_is_pushed_and_evaluated(model: Path, tm
     asyncio.run(asyncio.wait_for(run(), 120))
 
 
-def test_a_version_removed_during_its_push_is_skipped(model: Path, tmp_path: Path) -> None:
+def test_a_version_removed_during_its_push_is_skipped(tmp_path: Path) -> None:
     """The trainer publishes the next ones meanwhile, and keeps only those. A folder that is whole and still refused
     ends the run."""
-    config = make_run(model, num_steps=5)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1 << 16)
@@ -256,21 +256,22 @@ def test_a_version_removed_during_its_push_is_skipped(model: Path, tmp_path: Pat
         await writer.wait_closed()
 
     async def run() -> None:
-        loop, folder = Loop(Layout(tmp_path), config), tmp_path / "weights" / "step-00000001-aa"
+        folder = tmp_path / "weights" / "step-00000001-aa"
         folder.mkdir(parents=True)
         (folder / "config.json").touch()
         version = PolicyVersion("run", 1, "aa")
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with server:
-            http = HttpClient(url)
+            child = SimpleNamespace(name="sampler", num_starts=1, keys=(KEY,), url=url)
+            replica = Replica(Server(cast("Launched", child)), tmp_path)
             with pytest.raises(EngineError, match=r"refused version 1 in .*: no tensor\. See .*sampler\.log"):
-                await loop._push(http, version, folder)
+                await replica.load(version, folder)
             # As `WeightStore` removes a version: its other files are there for a moment longer.
             (folder / "config.json").unlink()
-            assert not await loop._push(http, version, folder)
-            http.close()
-        loop.pool.close()
+            await replica.load(version, folder)
+            assert (replica.is_up, replica.lacks(version)) == (True, True)
+            replica.close()
 
     asyncio.run(run())
 

@@ -24,7 +24,7 @@ from m2forge.gateway.episodes.closed_journal import journal_ids
 from m2forge.observe.metrics import read_metrics
 from m2forge.rl.config import RLConfig
 from m2forge.rl.eval import read_results
-from m2forge.rl.layout import Layout
+from m2forge.rl.layout import Layout, gateway_names, sampler_names
 from tests.pool.test_processes import check
 from tests.rl.ray_nodes import HEAD, NUM_CPUS, Nodes, ray_nodes
 from tests.rl.ring import command_of, processes_of, started
@@ -76,13 +76,14 @@ def wait_until_gone(run_dir: Path) -> None:
 
 
 def test_roles_of_a_dead_node_move_and_nothing_is_lost(nodes: Nodes, tmp_path: Path) -> None:
-    scene = make_scene(tmp_path)
+    scene = make_scene(tmp_path, gateways=2, samplers=2)
     on_ray(scene, nodes)
     scene.held.touch()
     with scene.pool:
         with started(scene.command, scene.log) as loop:
             wait_for_attempts(scene, loop)
-            roles = {role: scene.history(role).node for role in ("trainer", "sampler", "gateway", *HOSTS)}
+            servers = [*sampler_names(scene.config.cluster), *gateway_names(scene.config.cluster)]
+            roles = {role: scene.history(role).node for role in ("trainer", *servers, *HOSTS)}
             assert roles["host-0"] != roles["host-1"], "hosts are spread"
             (victim, *_) = (node for node in nodes.raylets if node in {roles["host-0"], roles["host-1"]})
             moved = [role for role, node in roles.items() if node == victim]
@@ -92,7 +93,7 @@ def test_roles_of_a_dead_node_move_and_nothing_is_lost(nodes: Nodes, tmp_path: P
             wait_for_starts(scene, {role: starts[role] for role in moved})
             assert victim not in {scene.history(role).node for role in roles}
             assert all(scene.history(role).deaths for role in moved)
-            if "gateway" not in moved and "sampler" not in moved:
+            if not {*servers} & {*moved}:
                 others = {name for name, host in before.items() if host not in moved}
                 assert others <= scene.pool.running().keys(), "attempts of the living host were lost"
             wait_for_attempts(scene, loop)

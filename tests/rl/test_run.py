@@ -1,5 +1,6 @@
 """One run of one step, looked at from several sides: it starts from a hub id, in a cell of a notebook; its agent asks
-for greedy samples, in a short context; its routing is recorded; two ranks train it and broadcast its versions.
+for greedy samples, in a short context; its routing is recorded; two ranks train it and broadcast its versions to two
+samplers.
 (test_restart.py runs whole, with evaluations.)
 """
 
@@ -60,6 +61,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         "curriculum": config.curriculum.model_copy(update={"stages": stages}),
         "policy": config.policy.model_copy(update={"replay": "recorded"}),
         "weights": config.weights.model_copy(update={"sync": "collective"}),
+        "cluster": config.cluster.model_copy(update={"samplers": 2}),
         "train": config.train.model_copy(
             update={"machine": config.train.machine.model_copy(update={"mesh": MeshConfig(replicate=2)})}
         ),
@@ -105,10 +107,17 @@ def test_a_version_may_hold_what_changed_alone(ended: Ended) -> None:
     assert all(torch.equal(published[name], final[name]) for name in final)
 
 
-def test_the_ranks_broadcast_versions_to_the_sampler(ended: Ended) -> None:
+def test_the_ranks_broadcast_versions_to_both_samplers(ended: Ended) -> None:
     logs = [(Layout(ended.run_dir).log / "trainer.log"), log_path(Layout(ended.run_dir).log, 1)]
-    assert all("broadcast version 1 to 1 samplers" in log.read_text() for log in logs)
+    assert all("broadcast version 1 to 2 samplers" in log.read_text() for log in logs)
     assert not Layout(ended.run_dir).broadcast.exists()
+
+
+def test_the_trainer_computes_the_logprobs_of_both_samplers(ended: Ended) -> None:
+    (step,) = read_metrics(ended.run_dir / "metrics.jsonl")
+    assert step.values["staleness"] == 0
+    # float32, and products over other numbers of rows
+    assert abs(step.values["ratio_max"] - 1) < 1e-4
 
 
 def test_an_agent_that_asks_for_greedy_samples_is_trained(ended: Ended) -> None:

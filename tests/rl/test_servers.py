@@ -16,7 +16,7 @@ from m2forge.config import write_resolved
 from m2forge.model.checkpoint import load_model
 from m2forge.model.convert import find_companions
 from m2forge.model.preset import preset
-from m2forge.rl.child_main import run_gateway
+from m2forge.rl.child_main import run_gateway, visible_gpu
 from m2forge.rl.config import RLConfig
 from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.rl.layout import Layout
@@ -32,6 +32,7 @@ from tests.rl.scene import make_config, make_model
 from tests.text.own_template import R1, tokenizer_of
 
 TIMEOUT_S = 60.0
+GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def test_keys_travel_by_pipe_and_every_server_asks_for_its_own(tmp_path: Path) -> None:
@@ -41,19 +42,20 @@ def test_keys_travel_by_pipe_and_every_server_asks_for_its_own(tmp_path: Path) -
     write_resolved(config, layout.run_dir / CONFIG_FILE)
     layout.weight_store(config, find_companions(model)).publish(load_model(model), 0)
     launcher = LocalLauncher(layout.log, layout.processes)
-    servers = asyncio.run(make_servers(launcher, layout))
+    servers = asyncio.run(make_servers(launcher, layout, config))
+    (gateway,) = servers.gateways
 
     async def run() -> None:
-        keeping = [asyncio.create_task(server.child.supervise()) for server in (servers.sampler, servers.gateway)]
+        keeping = [asyncio.create_task(server.child.supervise()) for server in servers.all]
         try:
-            async with GatewayAdmin(servers.gateway.url, servers.gateway.key) as admin:
+            async with GatewayAdmin(gateway.url, gateway.key) as admin:
                 await admin.wait_until_up()
                 await admin.open("episode", Chain().draw(1, 0), "group", Overrides())
             await check_doors(servers)
             await check_version(servers, layout, config)
             check_no_key_is_visible(servers, layout.run_dir)
         finally:
-            await asyncio.gather(*(server.child.stop() for server in (servers.sampler, servers.gateway)))
+            await asyncio.gather(*(server.child.stop() for server in servers.all))
             await asyncio.gather(*keeping)
             await launcher.close()
 
@@ -62,19 +64,27 @@ def test_keys_travel_by_pipe_and_every_server_asks_for_its_own(tmp_path: Path) -
     assert not keys_in(servers, *(path.read_bytes() for path in layout.run_dir.rglob("*") if path.is_file()))
 
 
+def test_samplers_share_the_gpus_from_the_last_one_on() -> None:
+    assert [visible_gpu(index, {}, 4) for index in range(5)] == [{GPUS: name} for name in "32103"]
+    assert visible_gpu(1, {GPUS: "GPU-a, GPU-b,GPU-c"}, 3) == {GPUS: "GPU-b"}
+    assert visible_gpu(1, {GPUS: "2"}, 1) == visible_gpu(1, {}, 0) == {}
+
+
 def test_the_gateway_listens_where_the_run_says(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.2", 0)) as taken:
         port = taken.getsockname()[1]
     launcher = LocalLauncher(tmp_path)
-    servers = asyncio.run(make_servers(launcher, Layout(tmp_path), "127.0.0.2", port))
-    assert servers.gateway.url == f"http://127.0.0.2:{port}"
-    assert servers.sampler.url.startswith("http://127.0.0.1:")
+    config = make_config(tmp_path, gateway={"host": "127.0.0.2", "port": port}, cluster={"gateways": 2})
+    servers = asyncio.run(make_servers(launcher, Layout(tmp_path), config))
+    assert [gateway.url for gateway in servers.gateways] == [f"http://127.0.0.2:{each}" for each in (port, port + 1)]
+    assert servers.samplers[0].url.startswith("http://127.0.0.1:")
     asyncio.run(launcher.close())
 
 
 async def check_doors(servers: Servers) -> None:
-    async with httpx2.AsyncClient(base_url=servers.sampler.url, timeout=20.0) as client:
-        for key, status in ((servers.sampler.key, 200), (servers.gateway.key, 401), ("", 401)):
+    sampler, gateway = servers.all
+    async with httpx2.AsyncClient(base_url=sampler.url, timeout=20.0) as client:
+        for key, status in ((sampler.key, 200), (gateway.key, 401), ("", 401)):
             headers = {"Authorization": f"Bearer {key}".strip()}
             assert (await client.get("/health", headers=headers)).status_code == status
 
@@ -84,8 +94,9 @@ async def check_version(servers: Servers, layout: Layout, config: RLConfig) -> N
     newest = layout.weight_store(config).newest()
     assert newest is not None
     assert newest[0].branch
-    headers = {"Authorization": f"Bearer {servers.sampler.key}"}
-    async with httpx2.AsyncClient(base_url=servers.sampler.url, timeout=20.0, headers=headers) as client:
+    (sampler,) = servers.samplers
+    headers = {"Authorization": f"Bearer {sampler.key}"}
+    async with httpx2.AsyncClient(base_url=sampler.url, timeout=20.0, headers=headers) as client:
         assert (await client.get("/health")).json()["version"] == newest[0].to_dict()
 
 
@@ -99,7 +110,8 @@ def check_no_key_is_visible(servers: Servers, run_dir: Path) -> None:
 
 
 def keys_in(servers: Servers, *texts: bytes) -> list[str]:
-    return [key for key in (servers.sampler.key, servers.gateway.key) if any(key.encode() in text for text in texts)]
+    keys = [server.key for server in servers.all]
+    return [key for key in keys if any(key.encode() in text for text in texts)]
 
 
 def test_the_gateway_of_a_run_repeats_no_warning(

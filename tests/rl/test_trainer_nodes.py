@@ -14,8 +14,7 @@ from m2forge.config import build
 from m2forge.errors import TrainingError
 from m2forge.listener import address, listen
 from m2forge.rl.config import RLConfig
-from m2forge.rl.ranks import interface_of, log_path
-from m2forge.rl.trainer_nodes import LOST_STATUS, Nodes, follow, lead
+from m2forge.rl.ranks import LOST_STATUS, Nodes, follow, interface_of, lead, log_path
 from tests.rl.scene import make_config, make_model
 
 KEY = "key"
@@ -25,8 +24,8 @@ import os, pathlib, sys, time
 folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
 assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("2", "0")
 runs = len(list(folder.glob(f"started-{rank}-*")))
-(folder / f"started-{rank}-{runs}").write_text(os.environ["MASTER_ADDR"] + ":" + os.environ["MASTER_PORT"])
 print("because", file=sys.stderr, flush=True)
+(folder / f"started-{rank}-{runs}").write_text(os.environ["MASTER_ADDR"] + ":" + os.environ["MASTER_PORT"])
 while not (folder / f"end-{rank}-{runs}").exists():
     time.sleep(0.02)
 sys.exit(int((folder / f"end-{rank}-{runs}").read_text()))

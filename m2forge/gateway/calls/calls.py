@@ -229,6 +229,7 @@ class Calls:
             num_samples=request.num_samples,
             timeout_s=time_limit(episode, self._config.call_timeout_s),
             returns_experts=self._config.records_experts,
+            affinity=episode.id,
         )
         stream = route.dialect.stream(request, id, int(created_s)) if request.is_streamed else None
         if self._config.logs_text:

@@ -1,6 +1,7 @@
 """JSON encoding of prompts, chunks and errors between the server and the remote engine.
 
-A prompt is an object with the fields of `Prompt`, those with a default optional, and `stream`; its ids are a list, or
+A prompt is an object with the fields of `Prompt` but `affinity`, of which a server alone makes nothing, those with a
+default optional, and `stream`; its ids are a list, or
 little-endian int32 values in base64, which is far faster for a long history. A chunk is an object with the fields of
 `Chunk`; NaN, which JSON lacks, is null, and experts are {"shape", "data"} with little-endian int16 values in base64. An
 error is {"error": {"type", "message"}}. Numbers round-trip exactly, to the bit.
@@ -50,7 +51,7 @@ BodyT = TypeVar("BodyT", bound=Config)
 
 _EXPERT_TYPE = "<i2"
 _decode = json.JSONDecoder().decode
-_PROMPT_FIELDS = tuple(field.name for field in fields(Prompt) if field.name != "ids")
+_PROMPT_FIELDS = tuple(field.name for field in fields(Prompt) if field.name not in ("ids", "affinity"))
 _NUM_SHOWN = 8
 """Largest number of problems reported for one body."""
 _ERRORS: dict[str, type[M2ForgeError]] = {
