@@ -142,6 +142,31 @@ def test_a_trainer_has_ranks_on_two_nodes_and_outlives_one(nodes: Nodes, tmp_pat
     nodes.add()
 
 
+@pytest.mark.long
+def test_a_killed_keeper_is_replaced_and_sigterm_ends_all(nodes: Nodes, tmp_path: Path) -> None:
+    scene = make_scene(tmp_path)
+    on_ray(scene, nodes)
+    scene.held.touch()
+    with scene.pool, started(scene.command, scene.log) as loop:
+        wait_for_attempts(scene, loop)
+        starts = {role: scene.history(role).num_starts for role in HOSTS}
+        os.kill(pids_of(scene)["keeper"], signal.SIGKILL)
+        wait_for_starts(scene, starts)
+        wait_for_attempts(scene, loop)
+        loop.terminate()
+        assert loop.wait(LIMIT_S) == 130, scene.log.read_text()[-3000:]
+        wait_until_gone(scene.layout.run_dir)
+        assert "m2forge: interrupted" in scene.log.read_text()
+        check(scene.pool)
+        assert not [row for row in scene.rows() if row.reward is not None], "an attempt that was killed has a reward"
+        scene.held.unlink()
+        with started(scene.command, scene.log) as resumed:
+            assert resumed.wait(LIMIT_S) == 0, scene.log.read_text()[-3000:]
+        wait_until_gone(scene.layout.run_dir)
+        judge(scene.pool, scene.config)
+        check_rewards(scene, set())
+
+
 def step_of(scene: Scene) -> int:
     newest = scene.layout.weight_store(scene.config).newest()
     return 0 if newest is None else newest[0].step
