@@ -98,7 +98,7 @@ def simulate(units: Units, size: int, rate: float, num_trained: int) -> Run:
             window.finish(heapq.heappop(under_way)[1])
         taken = window.take(BATCH) if now >= free_at else []
         if taken:
-            order += [unit.place for unit in taken]
+            order += [unit.position for unit in taken]
             largest_lag = max(largest_lag, *(window.lag(unit) for unit in taken))
             free_at = now + BATCH / rate
             for place in range(NUM_QUEUED + len(order) - BATCH, NUM_QUEUED + len(order)):

@@ -17,11 +17,12 @@ from m2forge.config import Config
 
 
 class RayConfig(Config):
-    """What a run asks of a Ray cluster. Each process is placed as a whole, but the ranks of a trainer may have several
-    nodes."""
+    """Resources that a run requests from a Ray cluster. A process is never split, but the ranks of a trainer may have
+    several nodes."""
 
     address: str = Field(default="auto", pattern=r"^(auto|[^:/\s]+:\d+)$")
-    """HOST:PORT of the cluster's head. auto: what `RAY_ADDRESS` says, or the cluster that this machine belongs to."""
+    """HOST:PORT of the cluster's head. auto: the value of `RAY_ADDRESS`, else the cluster that this machine belongs
+    to."""
     cpus: Annotated[float, Field(gt=0)] = 1.0
     """CPUs that each process reserves."""
     trainer_nodes: Annotated[int, Field(gt=0)] = 1
@@ -32,7 +33,7 @@ class RayConfig(Config):
     gpu: str | None = Field(default=None, min_length=1)
     """The type of these GPUs as Ray names it, such as H200; None: any."""
     start_s: Annotated[float, Field(gt=0)] = 120.0
-    """How long the run waits at its start for nodes to answer and for what it reserves."""
+    """Seconds that the run waits at its start for nodes to respond and for its reservation."""
 
 
 class ClusterConfig(Config):
@@ -49,7 +50,8 @@ class ClusterConfig(Config):
     """Gateway processes, which share the attempts. An attempt makes all its calls at one of them; deployed agents use
     the first. With `gateway.port`, the others listen on the ports after it."""
     outlive_s: Annotated[float, Field(gt=0)] = 600.0
-    """How long hosts, gateway and sampler keep running after the loop was killed, until a resumed loop finds them."""
+    """Seconds for which hosts, gateway and sampler keep running after the loop was killed, unless a resumed loop finds
+    them."""
     ray: RayConfig = RayConfig()
 
     @model_validator(mode="after")
@@ -57,5 +59,5 @@ class ClusterConfig(Config):
         if self.launcher == "local" and self.ray != RayConfig():
             raise ValueError('cluster.ray has no effect with launcher = "local"; set launcher = "ray" or leave it out')
         if self.ray.gpu is not None and not self.ray.trainer_gpus + self.ray.sampler_gpus:
-            raise ValueError("cluster.ray.gpu: the run asks for no GPU; set trainer_gpus or sampler_gpus")
+            raise ValueError("cluster.ray.gpu: the run requests no GPU; set trainer_gpus or sampler_gpus")
         return self

@@ -43,7 +43,7 @@ from m2forge.observe.log import set_up_logging
 MODULE = "m2forge.cluster.keeper"
 SOCKET_FILE, LOCK_FILE, LOG_FOLDER, RECORD_FOLDER = "keeper.sock", "keeper.lock", "log", "processes"
 START_S = 120.0
-"""How long a keeper may take to start, which includes the end of the one before it."""
+"""Timeout of a keeper's start, which includes the end of its predecessor."""
 POLL_S = 0.05
 MAX_LINE_BYTES = 1 << 20
 
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 def fingerprint(configuration: str) -> str:
-    """Digest of everything that decides what the run's processes do on this machine."""
+    """Digest of everything that determines the behaviour of the run's processes on this machine."""
     return code_digest(sys.executable, str(Path.cwd()), configuration)
 
 
@@ -158,7 +158,7 @@ class KeptLauncher:
             await asyncio.sleep(POLL_S)
 
     async def _listen(self) -> None:
-        """Resolve what roles wait for; if the keeper dies, start another with the same roles."""
+        """Resolve the roles' pending futures; if the keeper dies, start another with the same roles."""
         num_short = 0
         try:
             while True:
@@ -280,7 +280,7 @@ class Keeper:
         self._expiry: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
-        """Serve loops until one ends it, or none came back in time, or SIGTERM arrives."""
+        """Serve loops until one ends it, none reconnects in time, or SIGTERM arrives."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._over.set)
         with socket.socket(socket.AF_UNIX) as listener:
             with _socket_path(self._folder) as path:
@@ -302,7 +302,7 @@ class Keeper:
         self._expiry = asyncio.get_running_loop().call_later(self._outlive_s, self._expire)
 
     def _expire(self) -> None:
-        _log.warning("no loop came back within cluster.outlive_s, %g s: all processes end", self._outlive_s)
+        _log.warning("no loop reconnected within cluster.outlive_s, %g s: all processes end", self._outlive_s)
         self._over.set()
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -321,7 +321,7 @@ class Keeper:
         finally:
             if self._loop is writer and not self._over.is_set():
                 self._loop = None
-                _log.warning("the loop is gone; processes keep running for %g s", self._outlive_s)
+                _log.warning("the loop has disconnected; processes keep running for %g s", self._outlive_s)
                 self._expire_later()
 
     async def _obey(self, message: dict[str, Any]) -> None:
@@ -380,7 +380,7 @@ def main(folder: Path, outlive_s: float, fingerprint: str, plan: str | None = No
     log, records = folder / LOG_FOLDER, folder / RECORD_FOLDER
     launcher = LocalLauncher(log, records) if plan is None else RayLauncher(RayPlan.read(plan), log, records)
     with (folder / LOCK_FILE).open("w") as lock:
-        # The keeper before it may still be ending its processes.
+        # The predecessor may still be ending its processes.
         fcntl.flock(lock, fcntl.LOCK_EX)
         asyncio.run(Keeper(folder, outlive_s, fingerprint, launcher).run())
 

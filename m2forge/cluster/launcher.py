@@ -1,4 +1,4 @@
-"""How a run starts its processes: a role in, a process that is restarted whenever it dies out.
+"""How a run starts its processes: a role in, a supervised process out, which is restarted whenever it dies.
 
     launched = await launcher.launch(role)     places it: its node and its URL are known
     await launched.supervise()                 runs it until it is stopped or its work is complete
@@ -23,7 +23,8 @@ from m2forge.errors import M2ForgeError
 SOCKET = "{socket}"
 """Argument that the launcher replaces by the file descriptor of the role's listening socket."""
 FATAL_STATUS = 78
-"""Exit status of a process that a restart would not help: the run ends with the last line that it printed."""
+"""Exit status of a failure that every restart would repeat: the run ends with the last line that the process
+printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Launcher(Protocol):
 
 
 def code_digest(*texts: str) -> str:
-    """Digest of the package's source and of what is given."""
+    """Digest of the package's source and of `texts`."""
     digest = hashlib.sha256()
     root = Path(m2forge.__file__).parent
     for path in sorted(root.rglob("*.py")):

@@ -1,12 +1,12 @@
-"""Where a run's processes serve, start and end, for other processes and for the run page.
+"""Records URLs, starts and ends of a run's processes, for other processes and for the run page.
 
     FOLDER/ROLE.jsonl     {"at_s": 1763477270.9, "event": "placed", "node": "n1", "url": "http://10.0.0.5:40123"}
                           {"at_s": 1763477271.5, "event": "started", "node": "n1"}
                           {"at_s": 1763477305.1, "event": "ended", "node": "n1", "status": -9}
 
-A line is written before a process starts and after it ends, and files only grow. So the size of a file tells another
-process, on any machine that shares the folder, whether the role was restarted since it last looked. The last URL is
-that of the role; it changes if the role moves to another node.
+A line is written before a process starts and after it ends, and files only grow. So from the size of a file another
+process, on any machine that shares the folder, detects whether the role was restarted since its last check. The last
+URL is that of the role; it changes if the role moves to another node.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ SUFFIX = ".jsonl"
 
 
 FRESH_S = 1.0
-"""How long a URL is taken to be the role's before the record is read again."""
+"""Seconds for which a URL is cached before the record is read again."""
 
 
 class Event(StrEnum):
@@ -34,7 +34,7 @@ class Event(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RoleHistory:
-    """What the records of one role say."""
+    """The records of one role, summarised."""
 
     name: str
     node: str

@@ -42,7 +42,7 @@ CONNECT_S = 5.0
 REPEAT_S = 60.0
 """Time between two warnings that a role waits for a node."""
 SLACK_S = 5.0
-"""What stopping an actor takes beyond stopping its child."""
+"""Seconds that stopping an actor takes beyond stopping its child."""
 _log = logging.getLogger(__name__)
 
 Needs = Mapping[str, float]
@@ -51,7 +51,7 @@ Needs = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class RayPlan:
-    """What a driver reserves, and what its nodes must have."""
+    """The resources that a driver reserves, and the requirements on its nodes."""
 
     address: str
     start_s: float
@@ -105,8 +105,8 @@ class RayPlan:
         asked = "; ".join(f"{role}: {_listed(need)}" for role, need in self.needs.items())
         has = "; ".join(f"{_label(node)}: {_listed(node['Resources'])}" for node in nodes)
         return (
-            f"cluster.ray: the Ray cluster has no room for {name}. The run asks for {asked}. The nodes have {has}. Add "
-            "nodes, end what else runs there, or ask for less"
+            f"cluster.ray: the Ray cluster has no room for {name}. The run requests {asked}. The nodes have {has}. Add "
+            "nodes, end other jobs there, or request less"
         )
 
 
@@ -186,7 +186,7 @@ def connect(address: str) -> None:
 
 
 def _ray() -> Any:
-    """Ray, which is optional. Its own types leave out options that it has."""
+    """The optional package Ray. Its own types omit some of its options."""
     importlib.import_module("ray.util.scheduling_strategies")
     return importlib.import_module("ray")
 
@@ -282,7 +282,7 @@ class RayRole:
         strategies = ray.util.scheduling_strategies
         place = strategies.PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._index)
         options: dict[str, Any] = {"num_cpus": need.pop("CPU"), "num_gpus": need.pop("GPU", 0), "resources": need}
-        # One thread supervises, one stops.
+        # Two concurrent calls: one supervises, one stops.
         actor = ray.remote(max_concurrency=2, scheduling_strategy=place, **options)(Shell)
         return actor.remote(self._role, self._plan, self._log_folder, self._record_folder, self._is_done)
 
@@ -297,7 +297,7 @@ class RayRole:
         return placed
 
     def _note_loss(self, error: Exception) -> None:
-        """Note that its actor or node is lost; raises if that happens again and again."""
+        """Record the loss of its actor or node; raises after too many losses in a row."""
         self.kill()
         if self._is_stopping:
             return

@@ -1,10 +1,10 @@
 """The queue and its window, current state and history: rows of the pool in, JSON out.
 
-    head(s) = the first place that was not consumed when the batch of step s was taken
+    head(s) = the first position that was not consumed when the batch of step s was taken
 
 A unit trained by step s is consumed by that batch; one dropped after step s is consumed before the batch of s + 1. So
 the window's history follows from the units that retention has not removed. Within a batch the window moves as its head
-is taken: places from head(s) to head(s + 1) + W − 1 can have been reached.
+is taken: positions from head(s) to head(s + 1) + W − 1 can have been reached.
 """
 
 import bisect
@@ -25,7 +25,7 @@ MAX_UNITS = 512
 MAX_TAKEN = 4000
 """Maximum number of trained units to list individually, the latest."""
 MAX_PLACES = 8000
-"""How many places back the history goes, since it is polled."""
+"""Number of positions that the history covers; bounded, since the page polls it."""
 
 
 def queue_now(connection: Connection, config: PoolConfig) -> dict[str, JsonValue]:
@@ -70,7 +70,7 @@ def queue_now(connection: Connection, config: PoolConfig) -> dict[str, JsonValue
 
 
 def queue_past(connection: Connection, config: PoolConfig) -> dict[str, JsonValue]:
-    """The places that each step trained, the window's position, and the rewards of the domains."""
+    """The positions that each step trained, the window's position, and the rewards of the domains."""
     unit = unit_table.c
     first = read_queue(connection).next_place - MAX_PLACES
     columns = (unit.place, unit.state, unit.step, unit.domain, unit.lag, unit.reason)
@@ -96,7 +96,7 @@ def _consumed_at(state: str, step: int | None) -> float:
 
 
 def _heads(consumed: list[tuple[int, float]], steps: list[int]) -> list[int]:
-    """For each step the first place consumed at it or later; the place after the last if all are consumed."""
+    """For each step the first position consumed at it or later; the position after the last if all are consumed."""
     latest = list(accumulate((at for _, at in consumed), max))
     places = [place for place, _ in consumed]
     found = [bisect.bisect_left(latest, step) for step in steps]

@@ -2,9 +2,9 @@
 
     key = SHA-256(model, messages, tools, sampling parameters, draw)
 
-A response is committed to the store before a stage receives it, and a stored one is never asked for again, so a killed
+A response is committed to the store before a stage receives it, and a stored one is never requested again, so a killed
 run repeats no finished request. With `replay` there is no endpoint: a request without a stored response ends the run.
-Texts that prompts are made of and another execution may write otherwise are stored in the same way (`remember`).
+Prompt texts that may differ between executions are stored in the same way (`remember`).
 
 A request that fails is retried; after `max_retries` retries the item is failed. After `MAX_FAILED` such requests in a
 row the endpoint counts as down, and further requests of this process fail at once.
@@ -54,7 +54,7 @@ class EndpointError(EngineError):
     """No usable completion, after all retries."""
 
     def __init__(self, reason: str, text: str) -> None:
-        """`reason`: under which reports count the failure."""
+        """`reason`: the label under which reports count the failure."""
         super().__init__(reason, text)
         self.reason, self._text = reason, text
 
@@ -84,8 +84,8 @@ class Completions:
         earlier: Sequence[Store] = (),
         served: Mapping[str, "Served"] | None = None,
     ) -> None:
-        """`earlier`: stores of other runs, whose completions are copied when they are asked for. `served`: servers of
-        the models that have a folder."""
+        """`earlier`: stores of other runs, whose completions are copied on demand. `served`: servers of the models that
+        have a folder."""
         self._earlier = tuple(earlier)
         self._models, self._store, self._loop, self._is_replay = models, store, loop, is_replay
         self._endpoints = (
@@ -142,7 +142,7 @@ class Completions:
             return completion, False
 
     def remember(self, stage: str, key: JsonValue, text: str) -> str:
-        """The text that was first given for a key of a stage, in this run or an earlier one."""
+        """The first text stored for a key of a stage, in this run or an earlier one."""
         digest = hashlib.sha256(json.dumps([stage, key], sort_keys=True).encode()).hexdigest()
         for store in (self._store, *self._earlier):
             if stored := store.fact(f"text-{digest}", ""):
@@ -153,7 +153,7 @@ class Completions:
 
     @contextmanager
     def _only_one(self, key: str) -> Iterator[None]:
-        """Two workers that ask for the same completion at once wait for one request."""
+        """Concurrent requests for the same completion share one HTTP request."""
         with self._guard:
             lock, num_users = self._in_flight.get(key, (threading.Lock(), 0))
             self._in_flight[key] = (lock, num_users + 1)
@@ -221,8 +221,8 @@ class Served:
 
 @contextmanager
 def serve_folder(name: str, config: EndpointConfig, log_folder: Path) -> Iterator[Served]:
-    """Serve a model in a child process, which also ends with this thread. Raises what its last line says if it cannot
-    be served."""
+    """Serve a model in a child process, which also ends with this thread. Raises with the last line of its log if it
+    cannot be served."""
     assert config.folder is not None
     key, log_path = make_key(), log_folder / f"{name}.log"
     options = [word for setting in config.serve for word in ("--set", setting)]
@@ -315,7 +315,7 @@ def ask_json(
     max_draws: int = 3,
 ) -> T:
     """The JSON in a model's response, through `read`, which raises ValueError for an unusable one: then the next draw
-    is asked for, and after `max_draws` draws the item is failed."""
+    is requested; after `max_draws` draws the item fails."""
     problem = ""
     for number in range(max_draws):
         content = context.ask(model, messages, draw=draw * max_draws + number).content
@@ -327,7 +327,7 @@ def ask_json(
 
 
 def find_json(content: str) -> JsonValue:
-    """The first JSON object or array in a text, which may stand among words or in a code block."""
+    """The first JSON object or array in a text, also among words or in a code block."""
     decoder = json.JSONDecoder(parse_constant=_refuse_constant)
     for opening in itertools.islice(re.finditer(r"[{\[]", content), MAX_OPENINGS):
         try:
@@ -347,7 +347,7 @@ _UNSTABLE = (
 
 
 def stable(text: str) -> str:
-    """A text without what differs from run to run, so that another run's completions fit."""
+    """The text without run-specific parts, so that stored completions of another run match."""
     for pattern, shown in _UNSTABLE:
         text = re.sub(pattern, shown, text)
     return text

@@ -83,7 +83,7 @@ class QuestionsConfig(Config):
     source: str = Field(min_length=1)
     """A source of tasks: a family's name, FILE.py:NAME, PACKAGE.MODULE:NAME or FILE.jsonl."""
     num: Count = 1000
-    """Number of tasks; of a fixed list at most all."""
+    """Number of tasks; a fixed list gives at most all of its tasks."""
     level: Annotated[int, Field(ge=0)] | None = None
     """Level of difficulty; None: all levels."""
     writer: str | None = None
@@ -110,8 +110,8 @@ class QuestionsConfig(Config):
 
 
 class ScaffoldConfig(Config):
-    """The variants of the scaffold around the teachers. Each attempt draws one of every list, so that a policy that
-    learns from them depends on none."""
+    """The variants of the scaffold around the teachers. Each attempt draws one of every list, so that a policy trained
+    on them does not depend on one variant."""
 
     tools: Annotated[tuple[str, ...], Field(min_length=1)] = ("shell",)
     """Names of the tool that runs commands."""
@@ -139,28 +139,29 @@ class DistillConfig(Config):
     """A task folder, or a folder that holds some at any depth."""
     split: Split = "train"
     num: Count = 10_000
-    """Number of folders; of fewer, all."""
+    """Maximum number of folders."""
     teachers: Annotated[tuple[str, ...], Field(min_length=1)] = ("solution",)
-    """Who attempts the tasks, in turn: models of the table `models`, and `solution`, which runs the folder's own."""
+    """Teachers that attempt the tasks, in turn: models of the table `models`, and `solution`, which runs the folder's
+    own solution."""
     num_draws: Count = 1
     """Attempts at each task."""
     scaffold: ScaffoldConfig = ScaffoldConfig()
     max_turns: Count = 30
     """Completions of one attempt."""
     max_repeats: Count = 2
-    """An attempt that runs one command more often loops."""
+    """Maximum runs of one command; an attempt with more is rejected as looping."""
     max_per_task: Count = 2
     """Accepted attempts at each task, the shortest first."""
     threshold: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Jaccard similarity of the commands of two attempts at one task from which on the later one is a
     near-duplicate."""
     least: Share = 1.0
-    """Attempts with a lower perf are rejected."""
+    """Minimum perf of accepted attempts."""
     command_s: Annotated[float, Field(gt=0)] = 60.0
     """Timeout of a command."""
     base_image: str | None = None
-    """Image that stands for the base image of a folder that is not among those of `m2forge image list`, such as
-    `host`; None: such a folder ends the run."""
+    """Image used instead of a folder's base image if that is not in `m2forge image list`, such as `host`; None: such a
+    folder ends the run."""
     sandbox: SandboxConfig = SandboxConfig()
 
 
@@ -170,7 +171,7 @@ class CustomConfig(Config):
     pipeline: str = Field(min_length=1)
     """FILE.py:NAME or PACKAGE.MODULE:NAME of a function that takes the table `options` and returns a `Pipeline`."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
-    """What the function receives: any keys and values that JSON can hold."""
+    """The function's argument: any keys and values that JSON can hold."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -189,7 +190,7 @@ class PipelineConfig(Config):
     completions: tuple[str, ...] = ()
     """Files `pipeline.db` of other runs, whose completions are used too."""
     models: dict[str, EndpointConfig] = Field(default_factory=dict)
-    """Models that stages ask, by the name that the pipeline's table uses."""
+    """Models that stages request completions from, by the name that the pipeline's table uses."""
     questions: QuestionsConfig | None = None
     swe: SweConfig | None = None
     terminal: TerminalConfig | None = None

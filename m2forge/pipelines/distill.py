@@ -5,8 +5,8 @@
     plan       each folder becomes `num_draws` attempts: a teacher, in turn, and a scaffold drawn from the variants
     attempt    the teacher works in a sandbox of the folder's image with one tool, a shell; a completion that is cut off
                or calls the tool wrongly rejects the attempt; then the folder's tests decide in a fresh sandbox
-    looping    one command again and again, or no end within `max_turns`
-    leaked     the attempt touched what only the verifier may see
+    looping    one command repeated too often, or no end within `max_turns`
+    leaked     the attempt accessed files that only the verifier may see
     dedup      of attempts at one task with nearly the same commands the first stays
     select     at most `max_per_task` attempts at each task, the shortest
 
@@ -60,7 +60,7 @@ from m2forge.tasks.task_set import split_of
 
 ATIF_VERSION = "ATIF-v1.8"
 HIDDEN = ("/tests", "/solution", "/logs/verifier", "reward.txt")
-"""What only the verifier may see."""
+"""Paths that only the verifier may see."""
 DONE = "Done."
 
 
@@ -179,7 +179,7 @@ class _Folders(Source):
 
 
 class _Plan(Stage):
-    """Decides who attempts a task and with which scaffold."""
+    """Assigns each attempt its teacher and its scaffold."""
 
     name = "plan"
 
@@ -274,7 +274,7 @@ def _solution(task: Task) -> str:
 
 
 def atif_document(item: Item) -> dict[str, JsonValue]:
-    """An attempt as Harbor's trajectory format has it."""
+    """An attempt in Harbor's trajectory format."""
     steps: list[JsonValue] = []
     current: dict[str, JsonValue] | None = None
     """The agent step that results belong to."""

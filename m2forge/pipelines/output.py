@@ -1,6 +1,6 @@
 """The stages that write what a pipeline accepted: task folders and JSON Lines, in the directory of the run.
 
-A folder or file is complete or not there. After a stage has run, its folder holds the accepted items and nothing else,
+A folder or file is complete or absent. After a stage has run, its folder holds the accepted items and nothing else,
 whatever an earlier, killed process has left. All items pass, except those that cannot be written.
 """
 

@@ -7,8 +7,8 @@
 The same command resumes a killed run and, after it has ended, processes the failed items again. Workers finish in any
 order; the order of items is the source's, so the files do not depend on their number.
 
-A stage in worker processes has one process per thread. It dies with this process, and if it dies at an item, by a
-signal or for memory, that item is failed and the next one gets another process.
+A stage in worker processes has one process per thread. It dies with this process. If it dies while it processes an
+item, by a signal or out of memory, that item fails and the next one gets another process.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ STORE_FILE, YIELDS_FILE, SCRATCH_FOLDER = "pipeline.db", "yields.json", "scratch
 COMMIT_S, NUM_COMMITTED = 0.5, 8192
 """Outcomes are committed after this time, or this number."""
 YIELDS_S, YIELDS_SHARE = 2.0, 0.05
-"""How often `yields.json` is written while a stage runs, and the share of the time that this may take."""
+"""Interval at which `yields.json` is written while a stage runs, and the maximum share of the time that this takes."""
 MUTABLE_KEYS = ("url", "key_env", "timeout_s", "max_retries", "retry_s")
 """Keys of a model that may change on resume."""
 PR_SET_PDEATHSIG = 1
@@ -216,7 +216,7 @@ class _RunContext:
 
 
 class _WorkerContext:
-    """The context in a worker process: what needs the store is asked of the process of the run."""
+    """The context in a worker process: operations on the store are requests to the run's process."""
 
     def __init__(self, connection: Connection, run_dir: Path, seed: int, stage: str) -> None:
         self._connection, self.run_dir, self.seed, self._stage = connection, run_dir, seed, stage
@@ -264,7 +264,7 @@ def _seeded(seed: int, stage: str, item: Item) -> random.Random:
 
 
 def _processed(stage: Stage, item: Item, context: Context) -> Outcome:
-    """The outcome of one item; what the stage raises is a failure, unless it ends the run."""
+    """The outcome of one item; an exception of the stage is a failure, unless it ends the run."""
     try:
         outcome = stage.process(item, context)
     except RunError:
@@ -328,7 +328,7 @@ class _Worker:
         self._process.kill()
 
     def _receive(self, context: _RunContext, wanted: str) -> object:
-        """Serve the worker's requests until it sends the wanted reply."""
+        """Serve the worker's requests until it sends the expected reply."""
         while True:
             name, arguments = self._connection.recv()
             if name == wanted:
@@ -557,7 +557,7 @@ class _Runner:
 
 
 class _Workers:
-    """One worker process per thread that asks for one."""
+    """One worker process per thread that requests one."""
 
     def __init__(self, stage: Stage, context: Callable[[], _RunContext], own_code: str | None) -> None:
         self._stage, self._context, self._own_code = stage, context, own_code
@@ -584,7 +584,7 @@ class _Workers:
 
 
 def _batches(values: Iterable[T | None]) -> Iterator[list[T]]:
-    """Lists of values, each as long as its values took `COMMIT_S` or up to `NUM_COMMITTED`; None ends one."""
+    """Batches of values: one ends after `COMMIT_S`, at `NUM_COMMITTED` values, or at None."""
     batch: list[T] = []
     begun_s = time.monotonic()
     for value in values:

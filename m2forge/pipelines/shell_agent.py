@@ -2,9 +2,9 @@
 
     messages ─▶ completion ─▶ its calls run in the sandbox ─▶ results ─▶ completion ─▶ … ─▶ one without calls
 
-A command that runs again may print something else (times, process ids), and the next request with it. So a result is
-stored before the model sees it, and an attempt that is resumed or replayed shows the model the stored one: it runs the
-same commands, and every completion is in the store.
+A repeated command may print other output (times, process ids), which would change the next request. So a result is
+stored before the model sees it, and a resumed or replayed attempt shows the model the stored one: it runs the same
+commands, and every completion is in the store.
 """
 
 import json
@@ -55,7 +55,8 @@ class Shell:
         return {"type": "function", "function": function}
 
     def run(self, command: str, context: Context) -> str:
-        """What the model sees of a command: its output, and how it ended unless well. Raises if the sandbox ended."""
+        """The result that the model sees: the command's output, and its status unless it is 0. Raises if the sandbox
+        ended."""
         outcome = context.run(self.sandbox.run(Command(("sh", "-c", command), self.env, b"", self.command_s)))
         if self.sandbox.is_lost:
             raise EngineError("the sandbox ended during a command")
@@ -71,7 +72,7 @@ class Shell:
 def converse(
     shell: Shell, item: Item, context: Context, model: str, messages: Messages, *, draw: int, max_turns: int
 ) -> tuple[list[Fields], Ended]:
-    """`draw`: the number of the attempt. Raises `Malformed`; then the sandbox is as the calls before left it."""
+    """`draw`: the number of the attempt. Raises `Malformed`; then the sandbox keeps the effects of earlier calls."""
     spoken = list(messages)
     for _ in range(max_turns):
         completion = context.ask(model, spoken, tools=[shell.tool], draw=draw)

@@ -8,7 +8,7 @@ run concurrently; a `SetStage` sees all of its items at once, in order. For ever
 
     items in = items passed + items rejected + items failed
 
-A rejection is a decision about the item (reason and evidence) and is final. A failure says nothing about the item: an
+A rejection is a decision about the item (reason and evidence) and is final. A failure is no decision about the item: an
 endpoint or a sandbox did not work, or the stage raised. The next start of the run processes failed items again.
 
 A killed run resumes to the same files only if an outcome is a function of the item, the configuration, completions and
@@ -54,9 +54,9 @@ class Rejection:
     reason: str
     """A few words, the same for all items that are rejected for it: reports count by it."""
     evidence: Mapping[str, JsonValue] = field(default_factory=dict)
-    """What the decision rests on."""
+    """Evidence of the decision."""
     id: str = ""
-    """Only for a record of a source that became no item: what names it."""
+    """Only for a source record that became no item: its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Failure:
 
 
 Passed: TypeAlias = Item | Sequence[Item]
-"""One item, or several. Of several, those that still have the id of the item they come from get a number after it."""
+"""One item, or several. Of several, those with the id of their source item get a number appended."""
 Outcome: TypeAlias = Passed | Rejection | Failure
 
 
@@ -90,7 +90,7 @@ class Completion:
 
 
 class Context(Protocol):
-    """What a stage may use besides the item."""
+    """Services that a stage may use."""
 
     @property
     def run_dir(self) -> Path: ...
@@ -112,13 +112,13 @@ class Context(Protocol):
         **sampling: JsonValue,
     ) -> Completion:
         """A completion of a model of the table `models`. The same model, messages, tools, sampling parameters and draw
-        are asked once in the life of a run: the response is stored before this returns. Raises `EndpointError`, which
-        makes the item failed, after the configured retries."""
+        are requested once per run: the response is stored before this returns. Raises `EndpointError`, which makes the
+        item failed, after the configured retries."""
         ...
 
     def remember(self, key: JsonValue, text: str) -> str:
-        """The text that was given for this key of the stage the first time in the life of the run; it is stored before
-        this returns. For what a model reads and another execution may write otherwise."""
+        """The first text given for this key of the stage in this run, stored before this returns. For prompt texts that
+        may differ between executions."""
         ...
 
     def put(self, data: bytes) -> str:
@@ -133,8 +133,8 @@ class Context(Protocol):
 
 
 def stamp(path: Path) -> str:
-    """Differs if a file has another size or age, or if any file below a folder has, or another name. Raises for what is
-    not there."""
+    """A text that changes with the size or time of a file, or of any file below a folder, and with their names. Raises
+    if the path does not exist."""
     try:
         status = path.stat()
         if not path.is_dir():
@@ -157,11 +157,13 @@ class Source:
     name: str = "source"
 
     def fingerprint(self) -> str:
-        """Differs if the records differ: a run is not resumed with other input. Raises if the input is missing."""
+        """A text that changes with the records: a run is not resumed with other input. Raises if the input is
+        missing."""
         raise NotImplementedError
 
     def read(self, context: Context) -> Iterator[Item | Rejection]:
-        """Every record, in the same order each time. Called again after a kill; what is stored already is skipped."""
+        """Every record, in the same order each time. Called again after a kill; records that are stored already are
+        skipped."""
         raise NotImplementedError
 
 

@@ -2,13 +2,13 @@
 
     item        what enters stage n, in the order of `path`; stage 0 is the source and has none, the items of the stage
                 after the last are the accepted ones
-    outcome     what became of an item in stage n: passed, rejected or failed; of stage 0: of a record
+    outcome     of an item in stage n: passed, rejected or failed; in stage 0: of a record
     completion  a model's response, by the hash of its request
     blob        bytes, by their SHA-256
 
-An outcome and the items that it passes on are committed together and once, so a killed run goes on where it ended. A
+An outcome and the items that it passes on are committed together and once, so a killed run resumes where it stopped. A
 path is the number of a record, and for each fan-out the number of the item: paths of one stage are in the order of the
-source, whichever worker was faster, and none is the beginning of another.
+source, whatever the order in which workers finish, and none is a prefix of another.
 """
 
 import hashlib
@@ -65,18 +65,18 @@ class Processed:
 
 @dataclass(frozen=True, slots=True)
 class StageYield:
-    """What became of the items of one stage."""
+    """Counts of one stage."""
 
     name: str
     num_in: int
     num_passed: int
     num_made: int
-    """Items that those that passed became."""
+    """Number of items made from those that passed."""
     rejected: dict[str, int] = field(default_factory=dict)
     """By reason."""
     failed: dict[str, int] = field(default_factory=dict)
     num_asked: int = 0
-    """Completions that endpoints responded."""
+    """Completions that endpoints returned."""
     num_cached: int = 0
     """Completions that came from the store."""
     num_prompt: int = 0
@@ -199,8 +199,8 @@ class Store:
                 self._insert(stage, [_storable(stage, one) for one in processed])
 
     def replace(self, stage: int, processed: Sequence[Processed], digest: str) -> None:
-        """Store the outcomes of a stage that maps all items at once; `digest`: that of its items. Of items that passed
-        before and are the same, later outcomes stay."""
+        """Store the outcomes of a stage that maps all items at once; `digest`: that of its items. Later outcomes of
+        items that passed before and are unchanged stay."""
         with self._lock, self._connection:
             before = {path: f"{id}\0{data}" for path, id, data in self._item_rows(stage + 1)}
             rows = [row for one in processed for row in _made_rows(stage, one)]
@@ -293,7 +293,7 @@ class Store:
         self._connection.executemany(query, (_outcome_row(stage, one) for one in processed))
 
     def _remove(self, stage: int, path: str) -> None:
-        """Remove an item that enters a stage, with all that became of it."""
+        """Remove an item that enters a stage, with everything derived from it."""
         for table in ("item", "outcome"):
             # "0" follows "/": the range holds the paths below this one.
             query = f"DELETE FROM {table} WHERE stage >= ? AND (path = ? OR (path > ? AND path < ?))"
@@ -323,7 +323,7 @@ def _outcome_row(stage: int, one: Processed) -> tuple[str | int | float, ...]:
 
 
 def _made_rows(stage: int, one: Processed) -> Iterator[tuple[int, str, str, str]]:
-    """The items that an item became, for the next stage."""
+    """The items made from an item, for the next stage."""
     match one.outcome:
         case Rejection() | Failure():
             return

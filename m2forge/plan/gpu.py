@@ -1,8 +1,8 @@
 """GPUs: datasheet figures, and the rates that training reaches on them.
 
-A GPU's `Datasheet` holds the vendor's figures. `Rates` are what the training step reaches: measured where a line says
-by which command at which commit, otherwise the H200's measured share of the datasheet's peak, which is an estimate and
-printed as one.
+A GPU's `Datasheet` holds the vendor's figures. `Rates` are the throughput that a training step achieves: measured where
+a line names the command and commit, otherwise estimated as the H200's measured share of the datasheet's peak, and
+printed as an estimate.
 """
 
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ DATASHEETS = {
 
 @dataclass(frozen=True)
 class Rates:
-    """What a training step reaches."""
+    """Throughput that a training step achieves."""
 
     dense: float
     """FLOPS of dense products."""
@@ -46,9 +46,9 @@ class Rates:
     attention: float
     """FLOPS of attention over sequences of one length: products, and the softmax in units of them."""
     flex_attention: float
-    """The same of FlexAttention, which packed documents and walks run; trees take about as long."""
+    """The same of FlexAttention, which packed documents and walks use; trees take about as long."""
     bandwidth: float
-    """Bytes per second of what products do not hide: norms, gates, sorting, optimizer."""
+    """Bytes per second of memory-bound operations: norms, gates, sorting, optimizer."""
     block_s: float
     """Seconds in which the host launches a block's kernels, forward and backward: the least that a block takes."""
     origin: str

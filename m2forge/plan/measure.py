@@ -1,7 +1,7 @@
 """One rank's share of a training step, run by the train engine: seconds and peak memory; rates fitted to them.
 
 `fit` finds the rates that explain measured steps best: it minimizes the squared logarithms of predicted over measured
-seconds, with a weak pull towards the rates it starts from, because few steps cannot tell all six apart.
+seconds, with a weak pull towards the rates it starts from, because few steps do not determine all six.
 """
 
 import gc
@@ -34,7 +34,7 @@ FILLED_SHARE = 0.85
 """Share of the free memory that a calibrating step may need."""
 MIN_CALIBRATING = 4
 FIRST_BLOCK_S = 1e-3
-"""Where the search for an unknown time of launches begins."""
+"""Initial value of an unknown launch time."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Measured:
     seconds: float
     """Median of the timed steps."""
     peak_bytes: int
-    """Most that torch's allocator had handed out; 0 on a CPU, where torch does not count it."""
+    """Peak of torch's allocated memory; 0 on a CPU, where torch does not count it."""
     reserved_bytes: int
-    """Most that it held, free blocks included."""
+    """Peak of torch's reserved memory, free blocks included."""
     other_bytes: int
     """Device memory in use that torch's allocator does not hold: the CUDA context, and other processes."""
 
@@ -90,7 +90,7 @@ def measure_step(step: TrainingStep, device: torch.device, num_steps: int = 3) -
 
 
 def random_pack(step: TrainingStep, seed: int) -> Pack:
-    """Documents of `context` tokens, and a last one of what is left."""
+    """Documents of `context` tokens, and a last one with the remaining tokens."""
     generator, batch = np.random.default_rng(seed), step.batch
     whole, rest = divmod(batch.num_tokens, batch.context)
     lengths = [batch.context] * whole + [rest] * (rest > 0)

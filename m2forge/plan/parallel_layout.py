@@ -1,5 +1,4 @@
-"""Layouts of a run over GPUs: what each needs, how long a step takes, what it costs; those that fit come first, the
-fastest of them at the top.
+"""Layouts of a run over GPUs: memory, step time and cost of each; those that fit come first, by speed.
 
 A layout is a mesh (replicate × shard × context = GPUs; `expert` divides shard × context) and a kind of activation
 checkpointing. Bytes that a rank receives in a step, with w bytes per element, b weights in blocks, t of them trained, D
@@ -12,7 +11,7 @@ hidden size, Q and V the widths of queries and of keys, R ranks of the axis:
     context      (R − 1) / R · passes · tokens of the rank · (2 Q + 2 V) · w, and · R · D · w for each MTP module
 
 R of `shard` is shard × context, and for the weights of experts that divided by `expert`. FSDP2 gathers the next block
-while one runs, so shards cost time only where their link is slower than the computing; the exchange of tokens between
+while one runs, so shards cost time only where their link is slower than the compute; the exchange of tokens between
 experts, of heads between ranks that share a pack, and the sum over unsharded replicas always do. These assumptions are
 the plan's: more than one GPU was never measured.
 """
@@ -35,12 +34,12 @@ RECOMPUTE = ("none", "block", "walk", "walk and block", "walk, stack on host", "
 FREE_SHARE = 0.06
 """Share of a GPU's memory that a layout must leave: the allocator's free blocks and other libraries'. Our choice."""
 SLOW_LINK = 2.0
-"""Gathering that takes this many times the computing is the case for pipeline parallelism."""
+"""Ratio of gathering to compute from which pipeline parallelism would be better."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained, however it is laid out."""
+    """The training workload, independent of the layout."""
 
     name: str
     network: ModelConfig
@@ -85,7 +84,7 @@ class Plan:
     step_s: float
     tokens_per_s: float
     parts: dict[str, float]
-    """Seconds of a step by what they are spent on; links that the computing hides count only what sticks out."""
+    """Seconds of a step by component; of links that compute hides, only the exposed time."""
     link_bytes: dict[str, float]
     """Bytes that a rank receives per step, by axis."""
     gather_s: float
@@ -121,7 +120,7 @@ def list_layouts(network: ModelConfig, num_gpus: int, offered: tuple[str, ...] =
 
 
 def _divides_heads(network: ModelConfig, context: int) -> bool:
-    """As `MeshConfig.refuse_misfit` asks of a mesh."""
+    """The condition that `MeshConfig.refuse_misfit` checks."""
     num_heads, num_kv_heads = network.attention.num_heads, network.attention.num_kv_heads
     return num_heads % context == 0 and (num_kv_heads % context == 0 or context % num_kv_heads == 0)
 
@@ -138,7 +137,7 @@ def make_plans(workload: Workload, gpu: GPU, num_gpus: int, price: float, networ
 
 
 def rank_step(workload: Workload, layout: ParallelLayout) -> TrainingStep:
-    """What one rank trains."""
+    """One rank's share of a training step."""
     num_batches = 1
     if workload.packs_per_step is not None:
         num_batches = -(-workload.packs_per_step * layout.context // layout.num_gpus)
@@ -213,7 +212,7 @@ def link_bytes(step: TrainingStep, layout: ParallelLayout) -> dict[str, float]:
         if weight.is_trained:
             num_sums = count * (num_backward if layout.holders > 1 else 1)
             traffic["replicate"] += 2 * weight.held(layout.holders) * exact * num_sums * _others(layout.replicate)
-    # Rows are sent on the way forward, and their gradients on the way back.
+    # Rows are sent in the forward pass, their gradients in the backward pass.
     passes = 2 + (step.recompute == "block") + (step.walk is not None)
     num_tokens, size = step.num_batches * step.batch.num_tokens, step.network.hidden_size * step.item_bytes
     moe, attention = step.network.moe, step.network.attention
@@ -260,8 +259,8 @@ def needs_pipeline(plans: list[Plan]) -> str | None:
     best = fitting[0]
     if best.gather_s > SLOW_LINK * best.compute_s:
         return (
-            f"gathering shards takes {best.gather_s / best.compute_s:.1f} times the computing: pipeline parallelism, "
-            "which sends activations in place of weights, would be faster; m2forge has none"
+            f"gathering shards takes {best.gather_s / best.compute_s:.1f} times the compute: pipeline parallelism, "
+            "which sends activations instead of weights, would be faster; m2forge has none"
         )
     return None
 

@@ -1,4 +1,5 @@
-"""Trainer and sampler of an RL run, simulated over the pool's real window: who waits for whom.
+"""Trainer and sampler of an RL run, simulated over the pool's real window: throughput, lag, and the share of time that
+each waits.
 
 Events are ends of attempts and ends of training steps. The loop keeps the queue full; `num_jobs` attempts run at once,
 in submission order, and share the sampler's tokens per second, each at most `attempt_rate`. A unit is finished when all
@@ -6,7 +7,7 @@ its attempts are. The trainer takes a batch from the window as soon as it can, a
 
     attempt: tokens left / min(attempt_rate, sampler_rate / running)       lengths are drawn from a seeded distribution
 
-The simulation has no clock and no chance besides its seed: equal inputs give equal results.
+The simulation has no clock and no randomness besides its seed: equal inputs give equal results.
 """
 
 import math
@@ -19,7 +20,7 @@ from m2forge.pool.window import Unit, Window
 
 @dataclass(frozen=True)
 class Ring:
-    """An RL run as the simulation sees it."""
+    """The parameters of a simulated RL run."""
 
     batch_units: int
     attempts_per_unit: int
@@ -134,13 +135,13 @@ class _Simulation:
         self._finish()
 
     def _finish(self) -> None:
-        done = [int(place) for left, place in self._running if left <= 1e-9]
+        done = [int(position) for left, position in self._running if left <= 1e-9]
         self._running = [attempt for attempt in self._running if attempt[0] > 1e-9]
-        for place in done:
-            self._left[place] -= 1
-            if not self._left[place]:
-                del self._left[place]
-                self.window.finish(place)
+        for position in done:
+            self._left[position] -= 1
+            if not self._left[position]:
+                del self._left[position]
+                self.window.finish(position)
 
 
 def simulate(ring: Ring, num_steps: int = 100, seed: int = 0) -> Balance:

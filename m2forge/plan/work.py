@@ -27,12 +27,12 @@ from m2forge.train.memory import TrainingStep, Weight, weights
 ATTENTION_BACKWARD = 2.5
 """Products of the backward pass of attention, in those of its forward pass: five instead of two."""
 SOFTMAX_WIDTH = 86
-"""Width of a head whose products take as long as the softmax of its scores: on an H200 attention reaches 579 TFLOPS
+"""Head width at which the products take as long as the softmax of the scores: on an H200 attention reaches 579 TFLOPS
 with heads of 128 and 413 with heads of 64."""
 SAVED_PASSES = 4
-"""Times that what a block saves passes through memory: written and read, and its gradient too."""
+"""Number of memory passes of a block's saved tensors: written and read, and their gradients too."""
 ROW_PASSES = 8
-"""Times that the rows sorted by expert do: gathered, multiplied, added up, forward and backward."""
+"""Number of memory passes of the rows sorted by expert: gathered, multiplied, added up, forward and backward."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Work:
         return max(self._device_s(rates), self.num_blocks * rates.block_s) + self.update_bytes / rates.bandwidth
 
     def parts(self, rates: Rates) -> dict[str, float]:
-        """Seconds by what they are spent on."""
+        """Seconds by component."""
         device_s, host_s = self._device_s(rates), self.num_blocks * rates.block_s
         return {
             "dense products": self.dense / rates.dense,

@@ -98,31 +98,33 @@ def claim(
     watch: Watch[int],
 ) -> Claim | None:
     """Claim a batch for weights at `version`; None while the window holds too few finished units. `watch`: how long
-    each unfinished unit, by place, has been observed; used to give up stragglers."""
+    each unfinished unit, by queue position, has been observed; used to give up stragglers."""
     queue = lock_queue(connection)
     _require_lineage(queue, version)
     rows = _window_rows(connection, config.window.size, wanted)
-    by_place = {row.place: row for row in rows}
+    by_position = {row.place: row for row in rows}
     window = Window(config.window.size, [_unit(row) for row in rows], queue.num_taken)
     if config.window.max_staleness is not None:
         stale = window.give_up_stale(version.step - config.window.max_staleness)
-        _give_up(connection, config, [by_place[unit.place] for unit in stale], config.window.stale, DropReason.STALE)
+        _give_up(
+            connection, config, [by_position[unit.position] for unit in stale], config.window.stale, DropReason.STALE
+        )
     taken = wanted.take(window)
     open_s = {}
     if config.window.straggler != "wait":
-        open_s = watch.unchanged_s({unit.place: None for unit in window if not unit.is_finished})
+        open_s = watch.unchanged_s({unit.position: None for unit in window if not unit.is_finished})
     while not taken and config.window.straggler != "wait":
         # Only an unfinished head can be a straggler; the batch may be waiting for another unit.
         head = window.head
-        if head is None or head.is_finished or open_s[head.place] <= config.window.straggler_s:
+        if head is None or head.is_finished or open_s[head.position] <= config.window.straggler_s:
             break
-        row = by_place[head.place]
+        row = by_position[head.position]
         if not _is_straggler(connection, config, row, now_s()) or not _lock(connection, [row], UnitState.OPEN):
             break
-        given_up = [by_place[unit.place] for unit in window.give_up(head.place)]
+        given_up = [by_position[unit.position] for unit in window.give_up(head.position)]
         _give_up(connection, config, given_up, config.window.straggler, DropReason.STRAGGLER)
         taken = wanted.take(window)
-    chosen = [by_place[unit.place] for unit in taken]
+    chosen = [by_position[unit.position] for unit in taken]
     if not chosen or not _lock(connection, chosen, UnitState.READY):
         return None
     return _take(connection, queue, chosen)
@@ -187,11 +189,11 @@ def _window_rows(connection: Connection, size: int, wanted: Wanted) -> Sequence[
 
 
 def _unit(row: UnitRow) -> Unit:
-    # Unpacked, since a window has many rows, and a look at a column by its name costs as much as the rest.
+    # Unpacked, since a window has many rows, and access to a column by its name costs as much as the rest.
     values: tuple[Any, ...] = tuple(row)
-    _, place, group, _, stage, domain, state, _, oldest_step, taken_before, num_tokens = values
+    _, position, group, _, stage, domain, state, _, oldest_step, taken_before, num_tokens = values
     label, is_finished = make_label(stage, domain), state == UnitState.READY
-    return Unit(place, group, label, is_finished, oldest_step, taken_before, num_tokens)
+    return Unit(position, group, label, is_finished, oldest_step, taken_before, num_tokens)
 
 
 def _is_straggler(connection: Connection, config: PoolConfig, row: UnitRow, now_s: float) -> bool:

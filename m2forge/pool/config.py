@@ -35,7 +35,7 @@ class WindowConfig(Config):
     unit."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
     """Maximum number of versions between a unit's oldest token and the weights it trains; a staler unit is given up.
-    None leaves the bound to N and W. A token of a lost version counts as sampled where that version left the lineage.
+    None: N and W alone bound it. A token of a lost version counts as sampled where that version left the lineage.
     """
     stale: Literal["drop", "requeue"] = "drop"
     """What to do with a unit that is too stale."""
@@ -84,10 +84,10 @@ class PoolConfig(Config):
     busy_timeout_s: Seconds = 60.0
     """Seconds to wait for another process's transaction."""
     reconnect_s: Seconds = 300.0
-    """How long a running process repeats a transaction while PostgreSQL restarts or drops its connections. A run does
-    not start without its database."""
+    """Seconds for which a running process repeats a transaction while PostgreSQL restarts or drops its connections. A
+    run does not start without its database."""
     lease_s: Seconds = 60.0
-    """A worker counts as dead once another process has seen its lease unrenewed for this long."""
+    """A worker counts as dead once another process has observed its lease unrenewed for this long."""
     max_failures: Count = 3
     """Number of failed attempts of an episode at which its group is dropped."""
     max_deaths: Count = 100

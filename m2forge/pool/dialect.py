@@ -61,7 +61,7 @@ class ConnectionLostError(PoolError):
 
 class Database:
     def __init__(self, config: PoolConfig, on_loss: Callable[[], None] = lambda: None) -> None:
-        """`on_loss`: called each time the database is found out of reach."""
+        """`on_loss`: called each time the database is found unreachable."""
         url = make_url(config.url)
         self._on_loss = on_loss
         self._is_closing = threading.Event()
@@ -136,16 +136,16 @@ class Database:
         return None if self.is_sqlite else connection.execute(text("SELECT txid_current_if_assigned()")).scalar_one()
 
     def _has_committed(self, number: int | None) -> bool:
-        """Whether a transaction committed whose connection was lost meanwhile; waits until the database knows."""
+        """Whether a transaction committed although its connection was lost; waits until the database reports it."""
 
-        def ask() -> bool:
+        def query() -> bool:
             with self.read() as connection:
                 status = connection.execute(text("SELECT txid_status(:number)"), {"number": number}).scalar_one()
             if status == "in progress":
                 raise ConnectionLostError(f"{self.display_url}: the database still ends a lost connection")
             return bool(status == "committed")
 
-        return number is None or self.outlast(ask)
+        return number is None or self.outlast(query)
 
     def outlast(self, work: Callable[[], T], limit_s: float | None = None) -> T:
         """Run `work`, one transaction, again for as long as the connection is lost, at most `limit_s` (by default

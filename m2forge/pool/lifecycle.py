@@ -1,7 +1,7 @@
 """States of episodes and units, and their allowed transitions.
 
-A transition is one UPDATE that names its allowed source states, so that if two processes want the same row, one gets it
-and the other sees a row count of 0.
+A transition is one UPDATE that names its allowed source states, so that if two processes update the same row, one
+succeeds and the other gets a row count of 0.
 
     episode   queued → running → finished → training → trained
               running → queued                 its worker died or the attempt failed: retry

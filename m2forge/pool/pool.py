@@ -379,8 +379,8 @@ class Pool:
 
     @_repeated
     def rejoin(self, epoch: int) -> None:
-        """Record that the sampler serves a version that was looked up under `epoch`: unless the pool was restored
-        since, its samples are from now on of the lineage that the pool follows."""
+        """Record that the sampler serves a version that was read under `epoch`: unless the pool was restored since, its
+        samples belong to the pool's lineage from now on."""
         with self.database.write() as connection:
             batches.rejoin(connection, epoch)
 
@@ -415,7 +415,7 @@ class Pool:
         unit = unit_table.c
         query = select(unit.place, unit.state).where(unit.is_queued).order_by(unit.place).limit(num_units)
         with self.database.read() as connection:
-            return [(place, state) for place, state in connection.execute(query)]
+            return [(position, state) for position, state in connection.execute(query)]
 
     @_repeated
     def tally(self) -> Tally:

@@ -53,7 +53,8 @@ class Tally:
         return sum(self.counts.get(kind, {}).values())
 
     def mean_difficulty(self, kind: str) -> float | None:
-        """Mean difficulty of a kind; compared with the submitted units it shows if easy or hard tasks were lost."""
+        """Mean difficulty of a kind; compared with the submitted units it shows whether easy or hard tasks were
+        lost."""
         bins = self.counts.get(kind, {})
         total = sum(bins.values())
         return sum(middle * count for middle, count in bins.items()) / total if total else None
@@ -284,8 +285,8 @@ def requeue_group(connection: Connection, config: PoolConfig, group: str) -> int
     rows = _group_units(connection, group)
     queue = read_queue(connection)
     episode = episode_table.c
-    for place, row in enumerate(rows, queue.next_place):
-        values = {"place": place, "num_unfinished": row.size, "num_unrewarded": row.size, "oldest_step": None}
+    for position, row in enumerate(rows, queue.next_place):
+        values = {"place": position, "num_unfinished": row.size, "num_unrewarded": row.size, "oldest_step": None}
         values |= {"num_requeues": row.num_requeues + 1, "taken_before": queue.num_taken}
         move_units(connection, UnitState.OPEN, unit_table.c.id == row.id, **values)
         move_episodes(connection, EpisodeState.QUEUED, episode.unit == row.id, **FRESH)
@@ -341,8 +342,8 @@ class Slot:
 class _Added:
     """The groups that one transaction queues."""
 
-    def __init__(self, place: int) -> None:
-        self.place = place
+    def __init__(self, position: int) -> None:
+        self.position = position
         """The first free queue position."""
         self.names: list[str] = []
         self._episodes: list[dict[str, object]] = []
@@ -352,22 +353,22 @@ class _Added:
         self, connection: Connection, queue: QueueRow, task: Task, num_episodes: int, size: int, slot: Slot
     ) -> None:
         """`size`: number of episodes per unit."""
-        group = f"g{self.place}"
+        group = f"g{self.position}"
         for first in range(0, num_episodes, size):
-            unit = add_unit(connection, queue, Origin.LOOP, group, task, size, self.place, slot)
+            unit = add_unit(connection, queue, Origin.LOOP, group, task, size, self.position, slot)
             self._episodes += [fresh_episode(unit, f"{group}-{index}") for index in range(first, first + size)]
             self.note(task.difficulty)
         self.names.append(group)
 
     def note(self, difficulty: float) -> None:
         """Record that a unit took the next queue position."""
-        self.place += 1
+        self.position += 1
         self._difficulties.append(difficulty)
 
     def write(self, connection: Connection, config: PoolConfig, note: str | None) -> None:
         if self._episodes:
             connection.execute(_ADD_EPISODES, self._episodes)
-        connection.execute(update(queue_table).values(next_place=self.place))
+        connection.execute(update(queue_table).values(next_place=self.position))
         count(connection, SUBMITTED, self._difficulties, config.difficulty_bin)
         if note is not None:
             connection.execute(delete(note_table))
@@ -410,7 +411,7 @@ def put(
         num_slots = num_episodes // size
         admitted, waiting[task.domain] = _cut(waiting.get(task.domain, []), num_slots)
         for unit, difficulty in admitted:
-            values = {"place": added.place, "is_queued": True, "taken_before": queue.num_taken, "stage": stage}
+            values = {"place": added.position, "is_queued": True, "taken_before": queue.num_taken, "stage": stage}
             connection.execute(update(unit_table).where(unit_table.c.id == unit).values(values))
             added.note(difficulty)
         if len(admitted) < num_slots:
@@ -494,12 +495,12 @@ def add_unit(
     group: str,
     task: Task,
     size: int,
-    place: int | None,
+    position: int | None,
     slot: Slot,
 ) -> int:
     values = {
-        "place": place,
-        "is_queued": place is not None,
+        "place": position,
+        "is_queued": position is not None,
         "is_owed": False,
         "group_name": group,
         "origin": origin,

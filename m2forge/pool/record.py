@@ -1,5 +1,5 @@
-"""Records an attempt: its calls, its end, its reward. Each is refused if the episode has moved on to another attempt.
-The caller passes the transaction in which these functions run.
+"""Records an attempt: its calls, its end, its reward. Each is refused if another attempt of the episode has begun. The
+caller passes the transaction in which these functions run.
 
 `end_all` stores complete attempts, several at a time, and `reward_unit` rewards all attempts of a unit: a statement
 costs about as much for all of them as for one.
@@ -128,8 +128,7 @@ class Rewarding:
 
 
 class SomeRefused(Exception):
-    """Not every one of several attempts can be stored; the caller rolls the transaction back, and stores them one by
-    one."""
+    """Some of several attempts cannot be stored: the caller rolls the transaction back and stores them one by one."""
 
 
 def _runs(appends: Sequence[Append]) -> list[list[int]]:
@@ -140,7 +139,7 @@ def _runs(appends: Sequence[Append]) -> list[list[int]]:
 
 def append_all(connection: Connection, appends: Sequence[Append]) -> None:
     """Store calls of several attempts at once; raises `SomeRefused`."""
-    runs = [[appends[place] for place in run] for run in _runs(appends)]
+    runs = [[appends[index] for index in run] for run in _runs(appends)]
     if not all(_is_consecutive(run) for run in runs):
         raise SomeRefused
     if runs and connection.execute(_EXTEND, [_numbers(run) for run in runs]).rowcount != len(runs):
@@ -155,9 +154,9 @@ def append_each(connection: Connection, appends: Sequence[Append]) -> list[M2For
     """
     refused: list[M2ForgeError | None] = [None] * len(appends)
     for run in _runs(appends):
-        reason = _extend_one(connection, [appends[place] for place in run])
-        for place in run:
-            refused[place] = reason
+        reason = _extend_one(connection, [appends[index] for index in run])
+        for index in run:
+            refused[index] = reason
     return refused
 
 

@@ -416,7 +416,7 @@ class StoredEpisode:
 
 @dataclass(frozen=True, slots=True)
 class StoredUnit:
-    place: int | None
+    position: int | None
     group: str
     task: Task
     episodes: tuple[StoredEpisode, ...]

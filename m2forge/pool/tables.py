@@ -9,7 +9,7 @@
     fork      one row while the sampler may serve a version that the trainer lost: the step where it left the lineage
     note      one row: the state from which filling the queue resumes; apart from the counters, since it is long
 
-Transactions lock rows in this order to avoid deadlocks: queue, units by place, episodes by id, tally.
+Transactions lock rows in this order to avoid deadlocks: queue, units by queue position, episodes by id, tally.
 """
 
 from sqlalchemy import (
@@ -92,7 +92,7 @@ Index(
     sqlite_where=text("is_queued = 1"),
     postgresql_where=unit_table.c.is_queued,
 )
-# Found by the order of ids, the planner would expect them soon, and read every trained one before them.
+# Without this index the planner scans units by id, and reads every trained one before the first of these.
 Index(
     "complete_by_id",
     unit_table.c.id,

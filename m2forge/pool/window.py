@@ -10,7 +10,7 @@ submission and its own claim: at most N−1 that were ahead of it and W−1 that
 three may overtake, the largest lag is 10.
 
 A batch is taken completely or not at all. It is a number of units, or as many as fit into a token limit. Quotas are met
-exactly: if the window holds no unit of a wanted label, it reaches on to the oldest queued unit of that label, and if
+exactly: if the window holds no unit of a required label, it extends to the oldest queued unit of that label, and if
 none is queued, the batch waits until one is submitted. So a label whose units were dropped delays a batch and never
 changes its ratios. A group is given up completely: where its episodes are separate units, all that are still queued are
 removed. This file has no clock and no storage; the pool and the simulation both use it.
@@ -25,7 +25,7 @@ from m2forge.errors import RecordError
 
 @dataclass(slots=True)
 class Unit:
-    place: int
+    position: int
     """Queue position, consecutive in submission order."""
     group: str
     """Name of the group; its units are given up together."""
@@ -69,10 +69,10 @@ class Window:
         unit.num_taken_before = self.num_taken
         self._insert(unit)
 
-    def finish(self, place: int) -> None:
+    def finish(self, position: int) -> None:
         """Mark a unit as finished; ignored if it was given up meanwhile."""
-        if place in self._units:
-            self._units[place].is_finished = True
+        if position in self._units:
+            self._units[position].is_finished = True
 
     def visible(self) -> list[Unit]:
         """Units inside the window, finished or not."""
@@ -107,15 +107,15 @@ class Window:
         """Number of units taken since its submission, excluding itself, if it was the last one taken."""
         return self.num_taken - 1 - unit.num_taken_before
 
-    def give_up(self, place: int) -> list[Unit]:
+    def give_up(self, position: int) -> list[Unit]:
         """Consume the unit and all other queued units of its group without training. The caller drops them or submits
         the group again."""
-        unit = self._units.get(place)
+        unit = self._units.get(position)
         if unit is None:
-            raise RecordError(f"queue position {place}: expected a queued unit")
+            raise RecordError(f"queue position {position}: expected a queued unit")
         removed = [other for other in self if other.group == unit.group]
         for other in removed:
-            del self._units[other.place]
+            del self._units[other.position]
         return removed
 
     def give_up_stale(self, oldest_step: int) -> list[Unit]:
@@ -123,13 +123,13 @@ class Window:
         removed: list[Unit] = []
         for unit in list(self):
             is_stale = unit.is_finished and unit.oldest_step is not None and unit.oldest_step < oldest_step
-            if is_stale and unit.place in self._units:
-                removed += self.give_up(unit.place)
+            if is_stale and unit.position in self._units:
+                removed += self.give_up(unit.position)
         return removed
 
     def _consume(self, units: list[Unit]) -> list[Unit]:
         for unit in units:
-            del self._units[unit.place]
+            del self._units[unit.position]
         self.num_taken += len(units)
         return units
 
@@ -158,9 +158,9 @@ class Window:
 
     def _insert(self, unit: Unit) -> None:
         last = next(reversed(self._units), None)
-        if last is not None and unit.place <= last:
-            raise RecordError(f"Unit: place: expected a position after {last}, received {unit.place}")
-        self._units[unit.place] = unit
+        if last is not None and unit.position <= last:
+            raise RecordError(f"Unit: position: expected one after {last}, received {unit.position}")
+        self._units[unit.position] = unit
 
     def _oldest(self, num_units: int) -> list[Unit]:
         """The oldest finished units. All units before the first unfinished one are taken first, so the window starts
@@ -168,14 +168,14 @@ class Window:
         chosen: list[Unit] = []
         end: int | None = None
         for unit in self._units.values():
-            if end is not None and unit.place >= end:
+            if end is not None and unit.position >= end:
                 break
             if unit.is_finished:
                 chosen.append(unit)
                 if len(chosen) == num_units:
                     return chosen
             elif end is None:
-                end = unit.place + self.size
+                end = unit.position + self.size
         return []
 
     def _by_quota(self, quotas: Mapping[str, int]) -> list[Unit]:
@@ -185,11 +185,11 @@ class Window:
             unit = next((unit for unit in self._candidates(chosen, remaining) if unit.is_finished), None)
             if unit is None:
                 return []
-            chosen[unit.place] = unit
+            chosen[unit.position] = unit
             remaining[unit.label] -= 1
             if not remaining[unit.label]:
                 del remaining[unit.label]
-        return sorted(chosen.values(), key=lambda unit: unit.place)
+        return sorted(chosen.values(), key=lambda unit: unit.position)
 
     def _candidates(self, chosen: Container[int], labels: Collection[str]) -> Iterator[Unit]:
         """Units of `labels` inside the window, then the oldest beyond it of each label that has none inside."""
@@ -199,17 +199,17 @@ class Window:
         if not missing:
             return
         for unit in self._units.values():
-            if unit.place not in chosen and unit.label in missing:
+            if unit.position not in chosen and unit.label in missing:
                 missing.discard(unit.label)
                 yield unit
 
     def _reached(self, chosen: Container[int]) -> list[Unit]:
         """Units inside the window after the chosen ones are consumed."""
-        unchosen = (unit for unit in self._units.values() if unit.place not in chosen)
+        unchosen = (unit for unit in self._units.values() if unit.position not in chosen)
         head = next(unchosen, None)
         if head is None:
             return []
-        return [head, *itertools.takewhile(lambda unit: unit.place < head.place + self.size, unchosen)]
+        return [head, *itertools.takewhile(lambda unit: unit.position < head.position + self.size, unchosen)]
 
 
 def _num_tokens(units: Iterable[Unit]) -> int:

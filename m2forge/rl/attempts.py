@@ -114,7 +114,7 @@ ANSWER = "answer"
 VERDICT = "verdict"
 """Artifact under which the pool stores the verifier's verdict, as JSON."""
 EMPTY_QUEUE_S = 0.2
-"""How long to wait before the next request for leases from a queue that had fewer than there were free slots."""
+"""Delay before the next request for leases after the queue had fewer episodes than there were free slots."""
 JUDGED_AT_ONCE = 16
 """Complete groups read from the pool per query."""
 P = ParamSpec("P")
@@ -134,7 +134,7 @@ class AttemptCounts:
     num_rebuilt: int = 0
     """Attempts of our own loop whose states were rebuilt and compared with the recorded tokens."""
     num_unequal: int = 0
-    """Those whose states differed."""
+    """Rebuilt attempts whose states differed."""
     num_groups: int = 0
     """Rewarded groups."""
     num_tokens: int = 0
@@ -246,7 +246,7 @@ class JudgedAttempts(Attempts):
 
     async def judge_ended(self, every_s: float | None = None) -> None:
         """Reward groups as they complete, forever; a separate task, since it outlives the lease of an attempt.
-        `every_s`: how often to look for groups whose attempts other processes ran; None: there are no others."""
+        `every_s`: poll interval for groups whose attempts other processes ran; None: no other process runs any."""
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._has_ended.wait(), every_s)
@@ -382,12 +382,12 @@ class Leasing:
         self._worker, self._pool, self._writer, self._attempts, self._slots = worker, pool, writer, attempts, slots
         self.running = {} if running is None else running
         """Attempts in flight and their leases."""
-        self._look_at_s = 0.0
+        self._lease_at_s = 0.0
 
     async def fill(self, *, is_due: bool = False) -> None:
-        """Start attempts on all free slots; raises what an attempt raised that ends the run. `is_due`: whether to look
-        for queued episodes at once."""
-        if is_due or time.monotonic() >= self._look_at_s:
+        """Start attempts on all free slots; re-raises an attempt's error that ends the run. `is_due`: whether to
+        request leases at once."""
+        if is_due or time.monotonic() >= self._lease_at_s:
             num_free, num_leased = self._slots.take(self._slots.total), 0
             try:
                 leases = await self._writer.run(self._pool.lease, self._worker, num_free) if num_free else []
@@ -399,7 +399,7 @@ class Leasing:
                 task.add_done_callback(lambda _: self._slots.give_back())
                 self.running[task] = lease
             # An empty queue gets work when it is filled, or when an attempt fails, which is rare.
-            self._look_at_s = time.monotonic() + (EMPTY_QUEUE_S if num_leased < num_free else 0.0)
+            self._lease_at_s = time.monotonic() + (EMPTY_QUEUE_S if num_leased < num_free else 0.0)
         for task in [task for task in self.running if task.done()]:
             del self.running[task]
             if not task.cancelled():

@@ -8,9 +8,9 @@
 
 SOCKET is the file descriptor of a listening socket that outlives the process (cluster/launcher.py). Standard input
 holds the API keys, one per line: the server's own, then for a gateway the samplers'; for a host the gateways'; for a
-trainer on several nodes their key. URLs of servers are in the records of their processes. Of the trainer and of each
-gateway one process runs at a time: if the node of one was lost and its process is still alive there, the next waits
-until it has ended.
+trainer on several nodes their key. URLs of servers are in the records of their processes. At most one trainer, and one
+process of each gateway, run at a time: if a node was lost and its process is still alive there, the successor waits
+until that process has ended.
 
 A gateway's process also executes tasks' tools: it runs the families' code in worker processes and adds each call's
 latency.
@@ -191,7 +191,7 @@ def run_gateway(run_dir: Path, descriptor: str, name: str = GATEWAY) -> None:
     journal.mkdir(parents=True, exist_ok=True)
     with alone(journal / "gateway.lock"):
         serve_gateway(
-            # The loop has checked it, and logged what it costs if it rewrites its prefix.
+            # The loop has checked the template, and logged the cost if it rewrites its prefix.
             make_format(config.gateway.format, load_tokenizer(folder)),
             config.gateway.model_copy(update=own),
             make_engine,

@@ -71,7 +71,7 @@ class OtherEngineConfig(Config):
     url: str = Field(pattern=r"^https?://")
     """Where it listens; it must see the run's folder under the same path."""
     key_env: str | None = Field(default=None, min_length=1)
-    """Environment variable with its API key; None: it asks for none."""
+    """Environment variable with its API key; None: no key is sent."""
 
 
 class VLLMConfig(OtherEngineConfig):
@@ -96,8 +96,8 @@ class EngineConfig(Config):
     """Configuration of the sampler process."""
 
     server: Annotated[VLLMConfig | SGLangConfig, Field(discriminator="kind")] | None = None
-    """A server of another engine that samples in place of m2forge's own. Of the other fields only
-    `rollout.max_context` applies then."""
+    """A server of another engine that samples instead of m2forge's own. Then `rollout.max_context` is the only other
+    field that applies."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "stored", "float32", "bfloat16", "float16"] = "auto"
@@ -105,7 +105,7 @@ class EngineConfig(Config):
     in float32, which then takes twice the memory."""
     rollout: RolloutConfig = RolloutConfig()
     num_threads: Count | None = None
-    """CPU threads; None leaves it to torch."""
+    """CPU threads; None: torch's default."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -190,7 +190,7 @@ class RLConfig(Config):
 
     @classmethod
     def complete(cls, data: Mapping[str, TomlValue]) -> dict[str, TomlValue]:
-        """Merge the agent's preset. An agent without a kind is a worker, as in runs from before there were others."""
+        """Merge the agent's preset. An agent without a kind is a worker, as in configs that predate `kind`."""
         agent = data.get("agent")
         return {**data, "agent": {"kind": "worker", **with_preset(agent)}} if isinstance(agent, dict) else dict(data)
 
@@ -229,7 +229,7 @@ class RLConfig(Config):
             raise ValueError('weights.sync = "collective": with train.lora versions are small adapters; leave it out')
         if self.cluster.launcher == "ray" and self.weights.sync == "collective":
             raise ValueError(
-                'weights.sync = "collective" stays on one machine, which Ray does not promise; leave it out'
+                'weights.sync = "collective" works on one machine only, and Ray may use several; leave it out'
             )
         if self.engine.server is not None:
             self._check_server(self.engine.server.kind)
@@ -247,7 +247,7 @@ class RLConfig(Config):
             )
 
     def _check_server(self, kind: str) -> None:
-        """Refuse what a server of another engine cannot do."""
+        """Refuse settings that a server of another engine does not support."""
         if self.cluster.samplers > 1:
             raise ValueError(f"cluster.samplers: engine.server names one {kind} server, whatever it runs; leave it out")
         if self.policy.replay == "recorded":

@@ -12,7 +12,7 @@ so an id may be reused.
     r_t of a call          the sum of the rewards for that call, plus perf for the last call
     total                  the sum of r_t
 
-As in the loop's own attempts, `reward.advantage` says whether side calls and sub-agents are trained.
+As in the loop's own attempts, `reward.advantage` decides whether side calls and sub-agents are trained.
 
 Rule and speed rewards do not apply: the loop knows neither the tools that a deployed agent offered nor how long it
 waited for its user. An episode that is not stored within `pool.deployed_s` of its opening is deleted with a warning.

@@ -28,13 +28,13 @@ from m2forge.tree.codec import decode_tree
 from m2forge.tree.token_tree import TokenTree
 
 RETRY_FOR_S = 120.0
-"""How long requests are retried while the gateway does not respond."""
+"""Seconds for which requests are retried while the gateway does not respond."""
 ANSWER_S = 30.0
 RETRY_S = 0.1
 MAX_AT_ONCE = 32
 """Maximum concurrent requests; more would queue in the gateway instead."""
 DELETE_S = 0.2
-"""How long deletions are collected before they are sent in one request."""
+"""Seconds for which deletions are collected before they are sent in one request."""
 LOOP_EPISODE_ID = re.compile(r"g\d+-\d+-\d+|check-.*")
 """Matches the ids of the loop's own episodes at the gateway: attempts of the pool and of evaluations. All other ids
 belong to deployed agents."""
@@ -58,8 +58,8 @@ class GatewayAdmin:
         budget: Budget | None = None,
         sampling: Sampling | None = None,
     ) -> None:
-        """`url`: of the gateway, or a function that returns it, for one that may move. `budget` and `sampling`: those
-        of attempts, unless an attempt's overrides say otherwise."""
+        """`url`: of the gateway, or a function that returns it, if the gateway may move. `budget` and `sampling`: the
+        defaults of attempts, which an attempt's overrides replace."""
         self._budget, self._sampling = budget or Budget(), sampling
         self._http = HttpClient(url, key=key)
         self._seats = asyncio.Semaphore(MAX_AT_ONCE)

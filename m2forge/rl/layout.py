@@ -22,7 +22,7 @@
                 gateway.json        URL and admin key of the gateway, while a run that admits deployed agents is running
                 model/              the finished model
 
-The lineage tells which published versions the current weights descend from:
+The lineage states which published versions the current weights descend from:
 
     runs/NAME/lineage.jsonl     {"branch": "9f86d081884c7d65", "step": 8}, a line for each trainer process
 

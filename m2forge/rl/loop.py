@@ -108,7 +108,7 @@ WORKER = "loop"
 """Name under which the loop holds leases; a run has one loop."""
 POLL_S = 0.02
 JUDGE_S = 0.2
-"""How often the loop looks for complete groups whose attempts agent hosts ran."""
+"""Poll interval for complete groups whose attempts agent hosts ran."""
 VIEW_S = 1.0
 """Time between two updates of the terminal's progress view."""
 _log = logging.getLogger(__name__)
@@ -156,15 +156,15 @@ def run_rl(config: RLConfig, runs: Path) -> tuple[Path, list[EvalResult]]:
 
 
 def survey_tasks(config: RLConfig) -> dict[str, FamilyInfo]:
-    """What is known of each family of the curriculum; raises where the run could not draw its tasks."""
+    """Facts about each family of the curriculum; raises if the run could not draw its tasks."""
     found: dict[str, FamilyInfo] = {}
 
-    async def look() -> None:
+    async def collect() -> None:
         evaluation = config.eval
         reward = config.reward.function
         found.update(await survey(config.curriculum, config.verify, evaluation.num_tasks, evaluation.seed, reward))
 
-    run_anywhere(look())
+    run_anywhere(collect())
     return found
 
 

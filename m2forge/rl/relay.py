@@ -1,12 +1,11 @@
 """The sampler of a run with a vLLM or SGLang server: a proxy with the rollout server's routes.
 
-Loop and gateway know one kind of sampler. This process passes their requests on, sends the server each published
-version by its own update routes, and knows which version sampled a token. It does not know which weights the server
-holds when it starts, so it loads the newest version before it serves.
+Loop and gateway support one kind of sampler. This process forwards their requests, pushes each published version by the
+server's own update routes, and records which version sampled a token. At its start the server's weights are unknown, so
+it loads the newest version before it serves.
 
-A server that was restarted holds other weights than the last version sent to it. So this process sends a health
-check every `POLL_S`, and ends when one fails; the process that takes its place waits for the server, and loads
-the newest version again.
+A server that was restarted holds other weights than the last version sent to it. So this process sends a health check
+every `POLL_S`, and ends when one fails; its successor waits for the server, and loads the newest version again.
 """
 
 import asyncio
@@ -30,9 +29,9 @@ from m2forge.rollout.config import ServerConfig
 from m2forge.rollout.server.app import Guard, make_app, serve_engine
 
 START_S = 600.0
-"""How long a server that does not respond is waited for."""
+"""Seconds to wait for a server that does not respond."""
 POLL_S = 1.0
-"""A server that starts takes longer than this, so a restart is always seen."""
+"""A server takes longer than this to start, so a restart is always detected."""
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ def make_engine(config: VLLMConfig | SGLangConfig, version: PolicyVersion) -> VL
 
 
 def refuse_samplings(engine: VLLMEngine | SGLangEngine, config: RLConfig) -> None:
-    """Raise a ConfigError if the server cannot sample as the run's agents or its evaluations ask."""
+    """Raise a ConfigError if the server cannot sample with the parameters of the run's agents or evaluations."""
     for name, sampling in (("agent.sampling", config.agent.sampling), ("eval.sampling", config.eval.sampling)):
         if sampling is not None:
             prompt = Prompt(np.zeros(1, np.int32), max_tokens=1, sampling=sampling.record())

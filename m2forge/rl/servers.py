@@ -38,8 +38,8 @@ HOST = "127.0.0.1"
 
 
 def require_cluster(config: RLConfig, runs: Path) -> None:
-    """Raise a ConfigError unless the run's processes can run where `cluster` says; call it before anything is
-    written."""
+    """Raise a ConfigError unless the run's processes can run on the machines that `cluster` names; call it before
+    anything is written."""
     if config.cluster.launcher == "local":
         return
     if config.gateway.host != HOST:

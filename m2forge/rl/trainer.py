@@ -16,7 +16,7 @@ size of a token-limited batch is unknown until it is claimed, so every size m ha
 
     c_d(m) ∈ {⌊m·ratio_d⌋, ⌈m·ratio_d⌉},    Σ_d c_d(m) = m
 
-The domains furthest behind their ratio over the batches so far are rounded up first. No batch crosses the end of its
+The domains furthest below their ratio over the batches so far are rounded up first. No batch crosses the end of its
 stage, and none takes more of a domain than the curriculum drew for the stage, so the last batches of a stage may depart
 from the rounding above. The sizes of the batches so far determine all of this; a restarted trainer reads them from the
 pool.
@@ -122,7 +122,7 @@ T = TypeVar("T")
 POLL_S, MAX_POLL_S = 0.02, 0.2
 TRAINER_FOLDER = "trainer"
 IDLE_S = 60.0
-"""Ranks that wait for a batch hear from rank 0 this often: a collective has a time limit."""
+"""Interval at which rank 0 signals ranks that wait for a batch, because a collective has a timeout."""
 _IDLE, _STEP, _END = 1, 2, 3
 """Commands that rank 0 broadcasts: wait, train a step, end."""
 _log = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step did, on rank 0 with what all ranks did."""
+    """Result of a step; on rank 0 that of all ranks."""
 
     is_empty: bool
     figures: dict[str, float]
@@ -192,7 +192,7 @@ class Trainer:
         )
         self._num_sharing = machine.mesh.context
         self._saved: PolicyVersion | None = None
-        """The version of a checkpoint that the pool does not know of yet."""
+        """The version of a checkpoint that is not yet marked in the pool."""
         self._cost = TokenCost(model.config, model.config.max_context)
         if newest is not None:
             restore(self.engine, newest)
@@ -245,7 +245,7 @@ class Trainer:
         if self.ranks.num_ranks == 1:
             save_model(self.engine.model, self.layout.model, companions=self._companions)
             return
-        # What the ranks have published last, read tensor by tensor: none of them holds the whole model.
+        # The ranks' last published version, read tensor by tensor: no rank holds the whole model.
         newest = self.weights.newest()
         assert newest is not None
         if self.engine.model.lora is None:
@@ -277,7 +277,7 @@ class Trainer:
             self._mark_saved(pool)
 
     def _follow(self) -> None:
-        """What a rank other than 0 does: the same collectives in the same order."""
+        """The loop of a rank other than 0: the same collectives in the same order."""
         if self.ranks.max_int(0):
             self._publish()
         while (signal := self.ranks.max_int(0)) != _END:
@@ -337,7 +337,7 @@ class Trainer:
     def _wait_for(self, claim: Callable[[], Claim | None]) -> Claim:
         began_s = heard_s = time.monotonic()
         while (claimed := claim()) is None:
-            # Each look reads the whole window; one that comes late delays the step by a tenth of the wait at most.
+            # Each poll reads the whole window; a late one delays the step by at most a tenth of the wait.
             time.sleep(min(MAX_POLL_S, max(POLL_S, 0.1 * (time.monotonic() - began_s))))
             if time.monotonic() > heard_s + IDLE_S:
                 self.ranks.max_int(_IDLE)
@@ -410,7 +410,7 @@ class Trainer:
         self._saved = self.version if self.config.train.checkpoint.keep else None
 
     def _mark_saved(self, pool: Pool) -> None:
-        """Tell the pool of a checkpoint that is complete."""
+        """Mark a complete checkpoint in the pool."""
         if self._saved is not None and not self.checkpoints.is_writing:
             self.checkpoints.wait()
             pool.mark_durable(self._saved)

@@ -52,7 +52,7 @@ class TrialsConfig(Config):
     """Sources of tasks, as in `curriculum`: names of families, JSONL files, `folders:PATH`, FILE.py:NAME."""
     split: Split = "held_out"
     num_tasks: Count = 100
-    """Number of tasks, spread evenly over the sources; of a source with fewer, all."""
+    """Number of tasks, spread evenly over the sources; a source with fewer gives all of its tasks."""
     num_trials: Count = 4
     """Trials of each task."""
     seed: Annotated[int, Field(ge=0)] = 1

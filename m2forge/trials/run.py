@@ -78,7 +78,7 @@ class Trial:
     """None if the infrastructure failed."""
     seconds: float
     infra: str | None = None
-    """What failed, if it was not the policy."""
+    """The failure, if the policy did not cause it."""
     failure: str | None = None
     """How the attempt ended because of the policy, if it did not end by itself."""
     reason: str = ""
@@ -97,8 +97,8 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What the trials of some tasks gave. `margin`: half the width of the 95% confidence interval; None if one task is
-    all."""
+    """Rates over the trials of some tasks. `margin`: half the width of the 95% confidence interval; None if there is
+    only one task."""
 
     num_tasks: int
     num_trials: int
@@ -174,7 +174,7 @@ def run_trials(
     config: TrialEvalConfig, *, open_engine: OpenEngine | None = None, console: Console | None = None
 ) -> TrialsReport:
     """Run the trials of `config`, except those that an earlier process has finished, and write the report.
-    `open_engine`: what samples; None: the native engine."""
+    `open_engine`: opens the sampling engine; None: the native engine."""
     config = pinned(config, config.output / CONFIG_FILE)
     assert config.trials is not None
     other = None if config.trials.compare is None else read_trials(config.trials.compare / LINES_FILE, is_needed=True)
@@ -402,7 +402,7 @@ def compare(trials: Sequence[Trial], other: Sequence[Trial]) -> Comparison:
 
 
 def _perfs(trials: Sequence[Trial]) -> dict[str, list[float]]:
-    """The perfs of each task's trials; of one that only failed for other reasons, none."""
+    """The perfs of each task's trials, without those that failed for other reasons."""
     perfs: dict[str, list[float]] = {trial.task: [] for trial in trials}
     for trial in trials:
         if trial.perf is not None:
@@ -421,7 +421,7 @@ def _finite(value: float) -> float | None:
 class Mean:
     value: float
     margin: float
-    """Half the width of the interval; NaN for a single task, which tells nothing of others."""
+    """Half the width of the interval; NaN for a single task, from which no interval follows."""
 
 
 def clustered_mean(clusters: Sequence[Sequence[float]]) -> Mean:

@@ -4,9 +4,9 @@
 
 Rank 0 offers each version, through a TCPStore of its own, after its files are written and before they are renamed into
 place. The samplers that accept in time form a group with each rank, which lasts until a sampler joins, leaves or dies.
-A sampler keeps what it received until it is asked to load this version, and then compares the digests in the version's
-manifest. So a broadcast that breaks, or that a sampler misses, costs nothing but time: the version is in its folder,
-and the sampler reads it there. Others (samplers that start, `export`, the run page) read files only.
+A sampler keeps the received files until it has to load this version, and then compares the digests in the version's
+manifest. A broadcast that fails, or that a sampler misses, costs only time: the sampler reads the version from its
+folder. Others (samplers that start, `export`, the run page) read files only.
 
 The broadcast runs over gloo, from host memory to host memory, because versions are staged there anyway. The TCPStore
 has no access control: all keys begin with a random token, which is in a file that only the run's user can read.
@@ -39,12 +39,13 @@ Store: TypeAlias = Any
 Group: TypeAlias = Any
 LOCAL = "127.0.0.1"
 ACCEPT_S = 10.0
-"""How long rank 0 waits for a sampler to accept an offer; one that does not is left out until it registers again."""
+"""Seconds that rank 0 waits for a sampler to accept an offer; one that does not is excluded until it registers
+again."""
 STORE_S = 60.0
-"""How long a key of the store is waited for: longer than an offer is open."""
+"""Timeout of waiting for a key of the store: longer than an offer is open."""
 CONNECT_S = 30.0
 BUCKET_S = 60.0
-"""How long one bucket may take: a sampler that hangs breaks the broadcast after this."""
+"""Timeout of one bucket: a sampler that hangs fails the broadcast after this."""
 BUCKET_BYTES = 1 << 26
 NUM_IN_FLIGHT = 2
 """Buckets that are sent at the same time."""
@@ -55,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where ranks and samplers find each other."""
+    """The rendezvous of ranks and samplers."""
 
     port: int
     token: str
@@ -129,7 +130,7 @@ class Sender:
                 broadcast(self._group[1], torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8))
         except RuntimeError as error:
             self._group = None
-            message = "the broadcast of version %d broke: samplers that lack it read its files (%s)"
+            message = "the broadcast of version %d failed: samplers that lack it read its files (%s)"
             _log.warning(message, version.step, _first_line(error))
         else:
             message = "broadcast version %d to %d samplers in %.2f s"
@@ -156,10 +157,10 @@ class Sender:
         answered = [name for name in self._known if name not in waited_for]
         held = {name: json.loads(self._store.get(self._answer(name))) for name in answered}
         if waited_for:
-            message = "%d samplers no longer take part in broadcasts: they are gone or do not respond"
+            message = "%d samplers no longer take part in broadcasts: they have exited or do not respond"
             _log.warning(message, len(waited_for))
         self._known = list(held)
-        # Every process of the group has it still, or all form a new one.
+        # Every process of the group still has it, or all form a new one.
         present = {*numbers, *held.values()}
         if self._known != self._grouped or len(present) != 1 or None in present:
             self._grouped, number = self._known.copy(), self._number
@@ -186,20 +187,20 @@ class Sender:
 
 
 class Receiver:
-    """A sampler's end, a thread of its own. `take` returns the files of a version that has come."""
+    """A sampler's end, in its own thread. `take` returns the files of a received version."""
 
     def __init__(self, address: Path) -> None:
         self._address = address
         self._condition = threading.Condition()
         self._coming: PolicyVersion | None = None
-        """The version of which the files are being received."""
+        """The version whose files are being received."""
         self._images: tuple[PolicyVersion, Mapping[str, Tensor]] | None = None
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="m2forge-receiver", daemon=True)
         self._thread.start()
 
     def take(self, version: PolicyVersion) -> Mapping[str, Tensor]:
-        """The files of this version by name, once: they are no longer kept here. Empty if they did not come."""
+        """The files of this version by name, which are then released here. Empty if they were not received."""
         with self._condition:
             self._condition.wait_for(lambda: self._coming != version)
             images, self._images = self._images, None
@@ -214,7 +215,7 @@ class Receiver:
             try:
                 content = json.loads(self._address.read_text(encoding="utf-8"))
                 meeting = Meeting(int(content["port"]), str(content["token"]))
-                # A store would try for long, and log each time.
+                # A store would retry for long, and log every retry.
                 socket.create_connection((LOCAL, meeting.port), CONNECT_S).close()
             except (OSError, ValueError, KeyError, TypeError):
                 time.sleep(RETRY_S)
@@ -222,11 +223,11 @@ class Receiver:
             try:
                 _Membership(meeting, self._note, lambda: self._is_stopped).follow()
             except RuntimeError as error:
-                _log.info("the trainer is gone, versions are read from files: %s", _first_line(error))
+                _log.info("the trainer has exited, versions are read from files: %s", _first_line(error))
                 time.sleep(RETRY_S)
 
     def _note(self, coming: PolicyVersion | None, images: Mapping[str, Tensor] | None = None) -> None:
-        """Begin to receive `coming`, or end it: with its files, or without, if the broadcast broke."""
+        """Begin to receive `coming`, or end it: with its files, or without, if the broadcast failed."""
         with self._condition:
             if images is not None and self._coming is not None:
                 self._images = self._coming, images
@@ -245,7 +246,7 @@ class _Membership:
         self._id = ""
 
     def follow(self) -> None:
-        """Take part until the trainer's store is gone, which raises."""
+        """Take part until the trainer's store is unreachable, which raises."""
         seen = self._store.add("number", 0)
         self._register()
         while not self._is_stopped():
@@ -266,7 +267,7 @@ class _Membership:
         self._store.set(f"sampler/{self._store.add('num_samplers', 1)}", self._id)
 
     def _accept(self, number: int, files: Sequence[Sequence[tuple[str, int]]]) -> Mapping[str, Tensor] | None:
-        """Accept an offer and receive its files; None if the broadcast broke."""
+        """Accept an offer and receive its files; None if the broadcast failed."""
         self._store.set(f"accept/{number}/{self._id}", json.dumps(self._groups and self._groups[0]))
         group = json.loads(self._store.get(f"group/{number}"))
         if self._id not in group["samplers"]:
@@ -286,7 +287,7 @@ class _Membership:
                 parts = list(pool.map(_receive, self._groups[1], files))
         except RuntimeError as error:
             self._groups = None
-            _log.warning("a broadcast broke, the version is read from its files: %s", _first_line(error))
+            _log.warning("a broadcast failed, the version is read from its files: %s", _first_line(error))
             return None
         return {name: image for part in parts for name, image in part.items()}
 

@@ -11,8 +11,8 @@ renames the folder once all are there.
 
 A version is complete or absent, and always denotes the same weights: publishing a step twice is rejected. A trainer
 that resumes from an older checkpoint calls `discard_after` first. It then publishes the same steps with other weights
-under its own store's branch, so a removed version never equals its successor. The store retains the newest few, because
-a sampler may still be reading an older one, and those that they build on.
+under its own store's branch, so a removed version never equals its successor. The store retains the newest versions,
+because a sampler may still be reading an older one, and the versions that they build on.
 """
 
 import re
@@ -39,7 +39,7 @@ _BRANCH_BYTES = 8
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank of several publishes of a version."""
+    """One rank's share of a published version."""
 
     rank: int
     tensors: "Mapping[str, Tensor]"
@@ -76,8 +76,8 @@ class WeightStore:
 
     def publish(self, model: "Transformer", step: int, share: Share | None = None, send: Send | None = None) -> Path:
         """Write the weights as version `step` of this store's branch; every process can load them once this returns.
-        `share`: what this rank writes, if several ranks call this together; `model` then needs no weights. `send`:
-        called on every rank with the written files."""
+        `share`: this rank's part, if several ranks call this together; `model` then needs no weights. `send`: called on
+        every rank with the written files."""
         dest: Path = self._exchange(share, lambda: self._begin(step))
         base = self._write(model, dest, share, send)
         self._base, self._num_deltas = dest.name, 0 if base is None else self._num_deltas + 1
@@ -96,7 +96,7 @@ class WeightStore:
         return dest
 
     def _exchange(self, share: Share | None, lead: Callable[[], Any]) -> Any:
-        """What rank 0 makes, on all ranks."""
+        """Rank 0's result of `lead`, on all ranks."""
         if share is None:
             return lead()
         return share.exchange(lead() if share.rank == 0 else None)[0]
@@ -128,7 +128,7 @@ class WeightStore:
 
     def _remove_old(self) -> None:
         kept = {path for last in list(self._versions().values())[-self._keep :] for path in self._chain(last)}
-        # The newest first: at any moment, what a remaining version builds on is there.
+        # The newest first: at any moment, the versions that a remaining one builds on are there.
         for path in reversed(self._versions().values()):
             if path not in kept:
                 self._remove(path)

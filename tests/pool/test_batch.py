@@ -41,7 +41,7 @@ def test_stale_groups_are_dropped_or_requeued_whole(config: PoolConfig) -> None:
             play(pool, lease, float(lease.episode % 2), step=step)
         claimed = pool.claim(1, version(4))
         assert claimed is not None
-        assert [unit.place for unit in pool.fetch(claimed)] == [1]
+        assert [unit.position for unit in pool.fetch(claimed)] == [1]
         assert pool.tally().counts[dropped(DropReason.STALE)] == {7.5: 1}
         assert pool.counts()["dropped"] == 2
     with Pool(windowed(config, max_staleness=2, stale="requeue"), VOCAB_SIZE) as pool:
@@ -69,7 +69,7 @@ def test_a_stuck_head_waits_goes_or_starts_again_as_a_whole(config: PoolConfig, 
             assert claimed is None
             return
         assert claimed is not None
-        assert [unit.place for unit in pool.fetch(claimed)] == [1, 2]
+        assert [unit.position for unit in pool.fetch(claimed)] == [1, 2]
         tally = pool.tally()
         counts = pool.counts()
         if policy == "drop":
@@ -94,11 +94,11 @@ def test_a_batch_holds_what_fits_into_its_tokens(config: PoolConfig) -> None:
         assert pool.claim_within(321, 5, version(0)) is None, "the fourth unit fits, the fifth is not known"
         claimed = pool.claim_within(239, 5, version(0))
         assert claimed is not None
-        assert [unit.place for unit in pool.fetch(claimed)] == [0, 1]
+        assert [unit.position for unit in pool.fetch(claimed)] == [0, 1]
         pool.restore(version(0))
         claimed = pool.claim_within(160, 4, version(0), lambda num: {"agent": num - num // 2, "coding": num // 2})
         assert claimed is not None
-        assert [unit.place for unit in pool.fetch(claimed)] == [0, 2]
+        assert [unit.position for unit in pool.fetch(claimed)] == [0, 2]
         pool.commit(claimed, version(1))
         alone = pool.claim_within(1, 1, version(1))
         assert alone is not None

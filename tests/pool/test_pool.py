@@ -67,11 +67,11 @@ def test_the_pool_takes_by_the_window(config: PoolConfig) -> None:
         assert pool.claim(3, version(0)) is None
         claimed = pool.claim(2, version(0))
         assert claimed is not None
-        assert [unit.place for unit in pool.fetch(claimed)] == [1, 3]
+        assert [unit.position for unit in pool.fetch(claimed)] == [1, 3]
         play(pool, leases[0], 1.0)
         claimed = pool.claim(3, version(0))
         assert claimed is not None
-        assert [unit.place for unit in pool.fetch(claimed)] == [0, 4, 5]
+        assert [unit.position for unit in pool.fetch(claimed)] == [0, 4, 5]
         assert pool.queue_positions(9) == [(2, "open"), (6, "open"), (7, "open")]
 
 
@@ -111,7 +111,7 @@ def test_quotas_fill_a_batch_by_domain(config: PoolConfig) -> None:
         play_all(pool)
         claimed = pool.claim(2, version(0), {"coding": 1, "agent": 1})
         assert claimed is not None
-        assert [unit.place for unit in pool.fetch(claimed)] == [0, 2]
+        assert [unit.position for unit in pool.fetch(claimed)] == [0, 2]
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_a_rare_label_is_found_beyond_window_and_queue_page(config: PoolConfig) 
         quotas = {"early/coding": 3, "early/agent": 1}
         taken = []
         while (claimed := pool.claim(4, version(0), quotas)) is not None:
-            taken.append([unit.place for unit in pool.fetch(claimed)])
+            taken.append([unit.position for unit in pool.fetch(claimed)])
         assert taken == [[0, 1, 2, 20], [3, 4, 5, 26]], "the third batch waits: no other domain fills its share"
 
 

@@ -95,7 +95,7 @@ def check(pool: Pool) -> None:
         number, last = calls.pop((episode.id, episode.attempt), (0, 0))
         assert number == last == episode.num_calls
     assert calls == {}, "calls of attempts that are over"
-    assert sorted(unit.place for unit in units) == list(range(queue.next_place)), "places without gaps"
+    assert sorted(unit.place for unit in units) == list(range(queue.next_place)), "positions without gaps"
     for unit in units:
         own = [episode for episode in episodes if episode.unit == unit.id]
         assert len(own) == unit.size

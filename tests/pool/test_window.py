@@ -14,39 +14,39 @@ from m2forge.pool.window import Unit, Window
 
 def filled(num_units: int, size: int, finished: Collection[int] = ()) -> Window:
     window = Window(size)
-    for place in range(num_units):
-        window.submit(Unit(place, f"g{place}", is_finished=place in finished))
+    for position in range(num_units):
+        window.submit(Unit(position, f"g{position}", is_finished=position in finished))
     return window
 
 
 def places(units: list[Unit]) -> list[int]:
-    return [unit.place for unit in units]
+    return [unit.position for unit in units]
 
 
 def test_the_worked_example() -> None:
     """N = 8, W = 4: three may overtake, the largest lag is 10."""
     window = Window(4)
-    for place in range(8):
-        window.submit(Unit(place, f"g{place}"))
-    last = place = 7
+    for position in range(8):
+        window.submit(Unit(position, f"g{position}"))
+    last = position = 7
     # The unit at place 7 is the last to end: all seven before it are taken, then the three that may overtake it.
     num_taken = 0
-    while window.head is not None and window.head.place < last:
-        window.finish(window.head.place)
+    while window.head is not None and window.head.position < last:
+        window.finish(window.head.position)
         num_taken += len(window.take(1))
-        place += 1
-        window.submit(Unit(place, f"g{place}"))
-    for other in range(last + 1, place + 1):
+        position += 1
+        window.submit(Unit(position, f"g{position}"))
+    for other in range(last + 1, position + 1):
         window.finish(other)
     overtaking = []
     while taken := window.take(1):
         overtaking += places(taken)
-        place += 1
-        window.submit(Unit(place, f"g{place}", is_finished=True))
+        position += 1
+        window.submit(Unit(position, f"g{position}", is_finished=True))
     assert overtaking == [8, 9, 10]
     window.finish(last)
     (unit,) = window.take(1)
-    assert (unit.place, window.lag(unit)) == (last, 10)
+    assert (unit.position, window.lag(unit)) == (last, 10)
 
 
 def test_nothing_beyond_the_window_is_taken_even_if_finished() -> None:
@@ -74,16 +74,16 @@ def test_the_window_is_a_share_of_the_queue_or_a_number() -> None:
 
 def test_stale_units_are_given_up_with_their_groups() -> None:
     window = Window(4)
-    for place, (group, step) in enumerate([("a", 5), ("b", 2), ("b", 9), ("a", 7)]):
-        window.submit(Unit(place, group, is_finished=place != 3, oldest_step=step))
+    for position, (group, step) in enumerate([("a", 5), ("b", 2), ("b", 9), ("a", 7)]):
+        window.submit(Unit(position, group, is_finished=position != 3, oldest_step=step))
     assert places(window.give_up_stale(5)) == [1, 2]
     assert places(list(window)) == [0, 3]
 
 
 def labelled(labels: str, size: int, finished: Collection[int]) -> Window:
     window = Window(size)
-    for place, label in enumerate(labels):
-        window.submit(Unit(place, f"g{place}", label, is_finished=place in finished))
+    for position, label in enumerate(labels):
+        window.submit(Unit(position, f"g{position}", label, is_finished=position in finished))
     return window
 
 
@@ -139,11 +139,11 @@ class Model:
         self.finished: list[bool] = []
 
     def head(self) -> int:
-        return next((place for place, gone in enumerate(self.gone) if not gone), len(self.gone))
+        return next((position for position, gone in enumerate(self.gone) if not gone), len(self.gone))
 
     def takeable(self) -> list[int]:
         inside = range(self.head(), min(self.head() + self.size, len(self.gone)))
-        return [place for place in inside if self.finished[place] and not self.gone[place]]
+        return [position for position in inside if self.finished[position] and not self.gone[position]]
 
     def take(self, num_units: int) -> list[int]:
         before, taken = list(self.gone), []
@@ -164,35 +164,35 @@ def test_the_window_is_its_plain_statement(history: tuple[int, int, int, list[tu
 
     def refill() -> None:
         while len(window) < num_queued:
-            place = len(model.gone)
+            position = len(model.gone)
             # Groups of up to three units, some of which are then consumed before others.
-            groups.append(place // 3)
-            window.submit(Unit(place, f"g{groups[-1]}"))
+            groups.append(position // 3)
+            window.submit(Unit(position, f"g{groups[-1]}"))
             model.gone.append(False)
             model.finished.append(False)
 
     refill()
     for kind, number in events:
         head = model.head()
-        waiting = [place for place, gone in enumerate(model.gone) if not gone]
-        place = waiting[number % len(waiting)]
+        waiting = [position for position, gone in enumerate(model.gone) if not gone]
+        position = waiting[number % len(waiting)]
         if kind == "finish":
-            window.finish(place)
-            model.finished[place] = True
+            window.finish(position)
+            model.finished[position] = True
             assert window.head is not None
-            assert window.head.place == head, "the head moves only when it is consumed"
+            assert window.head.position == head, "the head moves only when it is consumed"
         elif kind == "take":
             taken = window.take(batch)
             assert places(taken) == model.take(batch)
             for unit in taken:
                 assert window.lag(unit) <= num_queued + size - 2 + batch
         else:
-            gone = window.give_up(place)
-            assert place in places(gone)
-            assert not any(unit.group == f"g{groups[place]}" for unit in window), "never a part of a group"
+            gone = window.give_up(position)
+            assert position in places(gone)
+            assert not any(unit.group == f"g{groups[position]}" for unit in window), "never a part of a group"
             for unit in gone:
-                model.gone[unit.place] = True
-        assert places(list(window)) == [place for place, gone in enumerate(model.gone) if not gone]
+                model.gone[unit.position] = True
+        assert places(list(window)) == [position for position, gone in enumerate(model.gone) if not gone]
         refill()
 
 
@@ -233,8 +233,8 @@ def test_every_batch_waits_only_for_quotas_not_yet_queued(
     chosen = window.choose(num_units, quotas)
     assert all(unit.is_finished for unit in chosen)
     assert Counter(unit.label for unit in chosen) == (quotas if chosen else {})
-    for place in range(len(labels)):
-        window.finish(place)
+    for position in range(len(labels)):
+        window.finish(position)
     is_queued = all(labels.count(label) >= num for label, num in quotas.items())
     assert len(window.take(num_units, quotas)) == (num_units if is_queued else 0)
 
@@ -244,9 +244,9 @@ def test_every_batch_waits_only_for_quotas_not_yet_queued(
 
 def sized(sizes: list[int], window_size: int, finished: Collection[int], labels: str = "") -> Window:
     window = Window(window_size)
-    for place, num_tokens in enumerate(sizes):
-        label = labels[place % len(labels)] if labels else ""
-        window.submit(Unit(place, f"g{place}", label, place in finished, num_tokens=num_tokens))
+    for position, num_tokens in enumerate(sizes):
+        label = labels[position % len(labels)] if labels else ""
+        window.submit(Unit(position, f"g{position}", label, position in finished, num_tokens=num_tokens))
     return window
 
 
@@ -302,8 +302,8 @@ def test_a_bounded_batch_is_the_largest_that_the_order_allows(
         more = same.choose(len(taken) + 1, halves(len(taken) + 1) if labels else None)
         assert len(taken) == max_units or num_tokens(taken) >= max_tokens or num_tokens(more) > max_tokens
     # Once all is finished, a queue that holds the largest batch gives one.
-    for place in range(len(sizes)):
-        same.finish(place)
+    for position in range(len(sizes)):
+        same.finish(position)
     wanted = halves(max_units) if labels else {"": max_units}
     is_queued = all(sum(unit.label == label for unit in same) >= num for label, num in wanted.items())
     assert same.take_within(max_tokens, max_units, quotas) or not is_queued
@@ -316,8 +316,8 @@ def test_bounded_batches_of_a_full_queue_train_all_once(
     max_units, size = min(max_units, num_queued), data.draw(st.integers(1, num_queued))
     window = Window(size)
     seen: list[int] = []
-    for place in range(60):
-        window.submit(Unit(place, f"g{place}", num_tokens=data.draw(st.integers(1, 9))))
+    for position in range(60):
+        window.submit(Unit(position, f"g{position}", num_tokens=data.draw(st.integers(1, 9))))
         waiting = places([unit for unit in window if not unit.is_finished])
         ending = data.draw(st.integers(0, 2 * len(waiting)))
         if ending < len(waiting):

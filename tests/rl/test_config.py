@@ -26,7 +26,7 @@ def test_the_gateway_takes_a_free_port_unless_one_is_given(tmp_path: Path) -> No
 def test_adapters_are_not_broadcast(tmp_path: Path) -> None:
     weights = {"sync": "collective"}
     assert make_config(tmp_path, weights=weights).weights.sync == "collective"
-    with pytest.raises(ConfigError, match=r'weights.sync = "collective" stays on one machine'):
+    with pytest.raises(ConfigError, match=r'weights.sync = "collective" works on one machine only'):
         make_config(tmp_path, weights=weights, cluster={"launcher": "ray"})
     with pytest.raises(ConfigError, match=r'weights.sync = "collective": with train.lora versions are small adapters'):
         make_config(tmp_path, weights=weights, train={"lora": {"rank": 2}})

@@ -31,13 +31,13 @@ _KEPT = re.compile(
 """Variables that the environment sets itself, or by which a test run could be changed."""
 _FLAGS = re.compile(r"(?:C|CXX|CPP|LD)FLAGS|LIBS")
 _FLAG = re.compile(r"-(?:std=|W|f|O|I|L|l|g|m)[\w=+./-]*|-pthread")
-"""What a variable with options of compilers may hold."""
+"""Allowed values of a variable with compiler options."""
 _VALUE = re.compile(rf"[\w .,:/=@%+-]{{0,{MAX_REQUIREMENT}}}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """What actions changed about an environment."""
+    """An environment's changes by actions."""
 
     requirements: tuple[str, ...] = ()
     """Added or replaced."""
@@ -93,7 +93,7 @@ def module_name(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """How requirements of an index of packages are written."""
+    """The syntax of a package index's requirements."""
 
     read: Callable[[str], str]
     """A requirement in normal form; raises ValueError."""

@@ -58,7 +58,7 @@ class Candidate:
     base_commit: str
     texts: tuple[Text, ...]
     targets: tuple[str, ...]
-    """What the toolchain's command can be given to run tests of the new tree."""
+    """Arguments of the toolchain's command that run tests of the new tree."""
     tests: Mapping[str, str]
     """Text of the test files that the test patch changes, as they are after it."""
 
@@ -98,7 +98,7 @@ _PLAIN = ("id", "package", "language", "metadata", "licence", "patch", "test_pat
 def make_candidate(
     id: str, package: str, old: Release, new: Release, origin: Mapping[str, JsonValue], texts: Sequence[Text] = ()
 ) -> Candidate | Rejection:
-    """The candidate of two trees. `texts`: what the reader found besides the trees, the best first."""
+    """The candidate of two trees. `texts`: texts that the reader found besides the trees, the best first."""
     licence = permissive(new)
     if isinstance(licence, Rejection):
         return licence
@@ -149,8 +149,8 @@ _REFACTORING = re.compile(
 
 
 def names_refactoring(texts: Sequence[Text]) -> bool:
-    """Whether a commit or a pull request says that it changes the structure of the code. A changelog tells of many
-    changes at once, so it says nothing about one."""
+    """Whether a commit or a pull request says that it changes the structure of the code. A changelog covers many
+    changes, so it does not describe one."""
     return any(text.kind in ("commit", "pull request") and _REFACTORING.search(text.text) for text in texts)
 
 
@@ -361,7 +361,7 @@ def _changelog(old: Tree, new: Tree, version: str) -> list[Text]:
 def _added(old: FolderFile | None, new: FolderFile) -> str:
     before = set() if old is None else {line.strip() for line in old.content.decode(errors="replace").splitlines()}
     if old is None:
-        return ""  # A whole file is no account of one change.
+        return ""  # A whole file does not describe one change.
     lines = new.content.decode(errors="replace").splitlines()
     added = [line for line in lines if not line.strip() or line.strip() not in before]
     text = re.sub(r"\n{3,}", "\n\n", "\n".join(added)).strip()

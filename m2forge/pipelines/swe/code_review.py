@@ -5,9 +5,9 @@
     reversed    a fix taken back
 
 The agent sees the tree after the change, the change in `change.diff`, and neither the new tests nor what was written
-about the change. Only source files differ: a changelog would tell a fix that is taken back. Mutations are spelled as a
-person would spell them. A candidate becomes a task only if it can have a fault, whether it then gets one or not, so
-that half of all tasks are clean. `review_answer` verifies.
+about the change. Only source files differ: a changelog would reveal a reverted fix. Mutations are spelled as a person
+would spell them. A candidate becomes a task only if it can have a fault, whether it then gets one or not, so that half
+of all tasks are clean. `review_answer` verifies.
 """
 
 import ast
@@ -50,7 +50,7 @@ DIFF = "change.diff"
 MAX_TRIES = 12
 """Mutations that are tried for one fault."""
 MAX_FAULT_LINES = 10
-"""A fix of more lines is not taken back: almost every line of the change would be right."""
+"""A fix of more lines is not reverted: almost every line of the change would be right."""
 _SOLVE = """#!/bin/sh
 set -e
 cp /solution/{answer} {testbed}/{answer}
@@ -96,7 +96,7 @@ def injected_review(candidate: Candidate, path: str, mutation: Mutation) -> Revi
 
 
 def reversed_review(candidate: Candidate) -> Review | None:
-    """The golden patch taken back; None if that could be told by its form, or almost every line would be right."""
+    """The reverted golden patch; None if its form would reveal that, or almost every line would be right."""
     old, new = _sources(candidate)
     diff = _diff(new, old)
     places = [(path, line) for path, lines in fault_lines(diff).items() for line in sorted(lines)]

@@ -69,13 +69,14 @@ class SweConfig(Config):
     debian: tuple[tuple[str, str], ...] = ()
     """Pairs of .dsc files with their archives beside them, or of upstream archives (.orig.tar), the older one first."""
     injected: tuple[Pinned, ...] = ()
-    """Releases with an sdist that get faults: "PACKAGE VERSION"."""
+    """Releases with an sdist into which bugs are injected: "PACKAGE VERSION"."""
     injected_paths: tuple[str, ...] = ()
-    """Local releases that get faults: folders or source archives, named PACKAGE-VERSION or PACKAGE_VERSION."""
+    """Local releases into which bugs are injected: folders or source archives, named PACKAGE-VERSION or
+    PACKAGE_VERSION."""
     num_bugs: Count = 20
-    """Faults of each of these releases."""
+    """Number of bugs per release."""
     routes: Annotated[tuple[RouteName, ...], Field(min_length=1)] = ("bug", "feature", "perf", "test", "refactor")
-    """The kinds of tasks that are wanted; candidates of other kinds are rejected."""
+    """The kinds of tasks to make; candidates of other kinds are rejected."""
     transforms: tuple[Transform, ...] = ()
     """More tasks of the same bugs and features. test: write tests that find the bug or the lack. review: find the fault
     in a change, which half of the changes have."""
@@ -87,7 +88,7 @@ class SweConfig(Config):
     build_model: BuildModelConfig | None = None
     """None: a candidate whose environment rules cannot build is rejected."""
     writer: str | None = None
-    """A key of `models`: rewrites statements; None: they stay as rules made them."""
+    """A key of `models`: rewrites statements; None: the statements by rule stay."""
     judge: str | None = None
     """A key of `models`: judges statements against hidden tests; None: no judge."""
     sandbox: SandboxConfig = SandboxConfig()

@@ -52,7 +52,7 @@ from m2forge.tasks.folders.swe_bench import TESTBED, USER
 from m2forge.tasks.folders.task_image import TaskImage, task_image
 
 MAX_ROUNDS = 5
-"""Images that are built for one candidate before it is given up."""
+"""Maximum number of images built for one candidate."""
 MAX_REPORT_BYTES = 64 << 20
 MAX_MUTANT_S = 60.0
 _STOPPED_SHARE = 0.75
@@ -157,7 +157,7 @@ class Runner:
         return read_report(toolchain, report, targets, shown[-20_000:], outcome.cpu_s)
 
     async def coverage(self, toolchain: Toolchain, image: TaskImage, target: str) -> Coverage | None:
-        """What the tests of a target execute; None where that cannot be known."""
+        """The coverage of a target's tests; None where it cannot be measured."""
         if not toolchain.coverage_variable:
             return None
         folder = f"{LOGS}/coverage"
@@ -222,8 +222,8 @@ class Built:
 
 
 async def build(candidate: Candidate, runner: Runner, edits: Edits = NO_EDITS) -> Built | Rejection:
-    """The environment in which the new tree's tests run, repaired by rules until they ask for nothing more. `edits`:
-    what a model changed about their requirements."""
+    """The environment in which the new tree's tests run, repaired by rules until they change nothing more. `edits`: a
+    model's changes of the requirements."""
     toolchain, release = candidate.toolchain, candidate.release
     version, asked = "", list[str]()
     for number in range(MAX_ROUNDS):
@@ -274,7 +274,7 @@ class Broken:
     """An environment in which tests do not run yet."""
 
     reason: str
-    """Why the last build was rejected, as the next two fields."""
+    """Why the last build was rejected; the next two fields are of that build too."""
     problem: str
     output: str
     requirements: tuple[str, ...]

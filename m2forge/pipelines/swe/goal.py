@@ -1,4 +1,4 @@
-"""Goals of a refactoring: a change that no test sees in, tests of the structure that it makes out.
+"""Goals of a refactoring: a change that no test detects in, tests of the resulting structure out.
 
 A change whose tests pass before and after has no F2P: doing nothing would pass too. Rules find what the change does to
 the definitions of its Python files, as facts that hold after it and not before:
@@ -9,7 +9,7 @@ the definitions of its Python files, as facts that hold after it and not before:
     extracted   there is a function that another one calls, which has become smaller
 
 The statement lists them. A hidden test file checks each by `ast`; its tests are the F2P of the task, and what passed
-before is the P2P. A change without such a fact is rejected: nothing that can be verified would tell it from no change.
+before is the P2P. A change without such a fact is rejected: nothing verifiable distinguishes it from no change.
 """
 
 import ast
@@ -37,7 +37,7 @@ from m2forge.records import JsonValue
 
 MAX_GOALS = 12
 MIN_SIMILARITY = 0.8
-"""Share of lines from which two definitions of different names are one that was renamed."""
+"""Minimum share of common lines at which two definitions of different names count as one renamed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def _target(
     came: Sequence[tuple[str, str]],
     after: Mapping[str, Mapping[str, ast.stmt]],
 ) -> tuple[str, str] | None:
-    """What a definition that is gone has become."""
+    """The definition that a removed one became, if any."""
     for key in came:
         if key[0] != path and key[1] == name and type(after[key[0]][name]) is type(node):
             return key
@@ -138,7 +138,7 @@ def _extracted(path: str, name: str, before: Mapping[str, ast.stmt], after: Mapp
 
 
 def add_goals(candidate: Candidate) -> tuple[Candidate, tuple[str, ...], tuple[str, ...]] | Rejection:
-    """The candidate whose test patch also tests the structure, ids of these tests, and what they ask for."""
+    """The candidate whose test patch also tests the structure, ids of these tests, and the goals' texts."""
     trees = (candidate.base, apply_to_tree(candidate.base, candidate.patch))
     paths = sorted(
         {path for tree in trees for path in tree if path.endswith(".py") and candidate.toolchain.is_source(path)}

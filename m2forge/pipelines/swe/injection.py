@@ -1,12 +1,12 @@
 """Bug injection: a release whose tests pass in, candidates with one small fault each out.
 
 A mutation of a source file is tried in a sandbox. It is a bug if tests that passed three times without it fail with it,
-and no more than `MAX_BROKEN` of all: a fault that breaks everything teaches nothing. Where the language tells what
-tests execute, only those targets run that execute the fault. The candidate's base is the faulty tree without the test
-functions that failed; its golden patch undoes the fault, its test patch restores the functions. Both together make the
-release again, so the runs after the golden patch are those of the release, and three of them serve all bugs. The run in
-which the fault was tried is one of the three before the patch. Faults of one line are mutants of one another's golden
-patch, so their runs serve the gate of mutants too.
+and no more than `MAX_BROKEN` of all: a fault that breaks everything teaches nothing. Where the language reports
+coverage, only targets that execute the fault run. The candidate's base is the faulty tree without the test functions
+that failed; its golden patch undoes the fault, its test patch restores the functions. Both together make the release
+again, so the runs after the golden patch are those of the release, and three of them serve all bugs. The run in which
+the fault was tried is one of the three before the patch. Faults of one line are mutants of one another's golden patch,
+so their runs serve the gate of mutants too.
 """
 
 import ast
@@ -31,7 +31,7 @@ from m2forge.tasks.folders.task_image import TaskImage
 NUM_RUNS = 3
 MAX_BROKEN = 0.5
 MAX_TRIES = 4
-"""Mutations that are tried for each bug that is asked for."""
+"""Mutations that are tried per requested bug."""
 NUM_SANDBOXES = 3
 """Mutations that are tried at once; which become bugs does not depend on it."""
 
@@ -107,7 +107,7 @@ async def inject(sound: Sound, num: int, runner: Runner, generator: random.Rando
                 continue
             limit = _limit(cpu_s, [reach[target] for target in targets])
             run = tried[number] = await _try(sound, image, path, mutation.apply(source), targets, runner, limit)
-            # Tests that never reach the fault do as they do in the release.
+            # Tests that never reach the fault have the same outcomes as in the release.
             others = {id: Outcomes.PASSED for id in sound.passing if id.partition("::")[0] not in targets}
             if (broken := broken_tests(sound.passing, replace(run, tests={**run.tests, **others}))) is not None:
                 candidate = await asyncio.to_thread(_candidate, sound, path, mutation, broken)
@@ -135,7 +135,7 @@ def _key(sound: Sound, path: str, mutation: Mutation) -> str:
 
 
 async def _measure_reach(sound: Sound, runner: Runner) -> dict[str, Coverage | None]:
-    """By target, what its tests execute of the release, where the language tells it."""
+    """Coverage of the release by target, where the language reports it."""
     targets, slots = _targets(sound.passing), asyncio.Semaphore(NUM_SANDBOXES)
 
     async def measure(target: str) -> Coverage | None:

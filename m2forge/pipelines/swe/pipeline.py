@@ -11,10 +11,10 @@
     rewrite       with a writer: the statement by a model, unless it leaks the patch
     judge         with a judge: statements that contradict the tests or need guessing are rejected
     transform     beside the plain task, others of the same candidate
-    testing       of tasks of writing tests: trees that the project's own tests tell apart
+    testing       of tasks of writing tests: trees that the project's own tests distinguish
     review        of tasks of code review: the change with and without a fault
     balance       half of these tasks get the fault
-    verify        lint; the solution has perf 1, nothing has perf 0
+    verify        lint; the solution has perf 1, an empty attempt perf 0
 
 All stages but the first and the last run the project's code in sandboxes only. Folders are written to `tasks/`.
 """
@@ -266,7 +266,7 @@ class _Build(_Sandboxed):
 
 
 class _Repair(_Sandboxed):
-    """One round. Each is a stage, so that what a round is asked about is stored, and a killed run asks the same."""
+    """One round. Each is a stage, so that a round's input is stored, and a killed run repeats the same request."""
 
     def __init__(self, runner: Runner, config: BuildModelConfig, number: int) -> None:
         super().__init__(runner)
@@ -522,7 +522,7 @@ def _statement(item: Item) -> Statement:
 
 
 def _packed_runs(runs: Sequence[TestRun]) -> bytes:
-    """Outcomes of runs, without what failing tests said."""
+    """Outcomes of runs, without the messages of failing tests."""
     return json.dumps([{"tests": run.tests, "problem": run.problem, "cpu_s": run.cpu_s} for run in runs]).encode()
 
 

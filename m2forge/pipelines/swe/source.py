@@ -5,8 +5,8 @@
     pull requests  records of GitHub's API or of a dump, over a local clone that has the commits
     debian       two source packages (.dsc with its archives, or the upstream archives alone, local)
 
-Nothing of a project runs here, and archives are unpacked in memory (`archive`). Paths that lead outside or into `.git`
-are left out, and an archive whose names no file system can hold is refused with one message.
+Nothing of a project runs here, and archives are unpacked in memory (`package_archive`). Paths that lead outside or into
+`.git` are left out, and an archive whose names no file system can hold is refused with one message.
 """
 
 import hashlib
@@ -229,7 +229,7 @@ def read_pull_requests(
 ) -> Iterator[tuple[int, Mapping[str, JsonValue] | Rejection]]:
     """The pull requests of a file, numbered as they stand there, each with `merge_commit`, `base_commit` (None: its
     first parent), `title`, `body` and `issues`, which have `title` and `body`. A record has these keys, or is one of
-    GitHub's REST API: merged, with the issues of the file `issues` that its text closes. What is neither is a
+    GitHub's REST API: merged, with the issues of the file `issues` that its text closes. Anything else is a
     rejection."""
     known = {} if issues is None else _read_issues(issues)
     for number, record in _read_records(path):
@@ -254,7 +254,7 @@ def _read_records(path: Path) -> Iterator[tuple[int, dict[str, JsonValue] | Reje
 
 
 def _array_records(text: str) -> Iterator[dict[str, JsonValue] | Rejection]:
-    """Nothing can be told of what follows a fault, so the first one is the last record."""
+    """Records after a syntax error cannot be located, so the error is the last record."""
     decoder, at, wanted = json.JSONDecoder(), 0, "["
     while (at := _after_space(text, at)) < len(text):
         if text[at] not in wanted:
@@ -365,8 +365,7 @@ def package_version(path: Path) -> tuple[str, str]:
 
 def debian_candidate(old: Path, new: Path) -> Candidate | Rejection:
     """The change between two source packages, each by its .dsc or its upstream archive. The packaging's patches are not
-    used, since the upstream tests belong to the archive; its changelog is what is said of the change if upstream says
-    nothing."""
+    used, since the upstream tests belong to the archive; its changelog describes the change if upstream does not."""
     (package, before), (_, after) = package_version(old), package_version(new)
     origin = {"kind": "debian", "old": before, "new": after}
     id = f"{package}-{after}".replace("~", "-")
@@ -413,7 +412,7 @@ _PACKAGING = re.compile(
 
 
 def _debian_changelog(dsc: Path, old: str) -> str:
-    """What debian/changelog says of the program since the old version, without what it says of the packaging."""
+    """Entries of debian/changelog about the program since the old version, without those about packaging."""
     names = [name for name in _listed(dsc) if re.search(r"\.debian\.tar\.\w+$", name)]
     if not names or not (dsc.parent / names[0]).is_file():
         return ""

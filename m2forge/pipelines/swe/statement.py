@@ -134,7 +134,7 @@ def clean(text: str, patch: str) -> str:
     text = re.sub(r"\[([^\]]*)\]\(https?://[^)]*\)", r"\1", text)  # Markdown
     for pattern in (_LINK, _HASH, _REFERENCE, _PERSON, _DEAD_WORDS):
         text = pattern.sub("", text)
-    # What the removed parts leave behind.
+    # Remains of the removed parts.
     text = re.sub(r"(?<!\S)\(\s*[,;]*\s*\)", "", text)
     text = re.sub(r"(?<=[.!?])[ \t]+[.](?=\s|$)", "", text)
     text = re.sub(r"^[\s.,;:]+$|[ \t]+$", "", text, flags=re.MULTILINE)
@@ -155,7 +155,7 @@ def without_quotes(text: str, patch: str) -> str:
         kept: list[str] = []
         for part in (part for part in unit.split(text) if part and not _quoted(part, patch)):
             if kept and not part.strip() and not kept[-1].strip():
-                # A unit between these two spaces is gone.
+                # A unit between these two spaces was removed.
                 part = max(kept.pop(), part, key=lambda space: space.count("\n"))
             kept.append(part)
         text = re.sub(r"\n{3,}", "\n\n", "".join(kept)).strip()
@@ -251,7 +251,7 @@ def _is_stdlib(module: str) -> bool:
 
 
 def _text_of_tests(tests: Mapping[str, str], failing: Sequence[str], messages: Mapping[str, str]) -> str:
-    """What failing tests say: their names as words, their docstrings and the errors that they end with."""
+    """The text of failing tests: their names as words, their docstrings and the errors that they end with."""
     lines = []
     for id in failing[:MAX_SHOWN_TESTS]:
         path, _, inner = id.partition("::")

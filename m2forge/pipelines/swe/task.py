@@ -6,12 +6,12 @@
     P2P     passes in all runs
     quarantined     anything that differs between runs of the same tree
 
-A change without F2P that is said to be faster becomes a task of speed: P2P must pass, and the same tests must take less
-CPU time than at the base (`speed_tests`). One that is said to be a refactoring has goals of structure (`goal`), whose
-tests are its F2P. One of tests alone becomes a task of writing tests (`testing`). A run that did not finish decides
-nothing. Up to `MAX_MUTANTS` mutants of lines that the golden patch adds show whether the tests see the change: at least
-`MIN_KILLED` of those that finish must fail a listed test. A task without a single mutable line (data, for instance)
-passes this gate.
+A change without F2P whose texts claim a speed-up becomes a task of speed: P2P must pass, and the same tests must take
+less CPU time than at the base (`speed_tests`). One whose texts name a refactoring has goals of structure (`goal`),
+whose tests are its F2P. One of tests alone becomes a task of writing tests (`testing`). A run that did not finish
+decides nothing. Up to `MAX_MUTANTS` mutants of lines that the golden patch adds show whether the tests see the change:
+at least `MIN_KILLED` of those that finish must fail a listed test. A task without a single mutable line (data, for
+instance) passes this gate.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class Route(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What tests do before and after the golden patch."""
+    """Outcomes of tests before and after the golden patch."""
 
     fail_to_pass: tuple[str, ...]
     pass_to_pass: tuple[str, ...]
@@ -156,8 +156,8 @@ def names_speed(candidate: Candidate) -> bool:
 
 
 def routed_without_change(candidate: Candidate) -> Route | None:
-    """What kind of task a candidate can be if it changes no test's outcome. Whether it is faster is measured when the
-    folder is verified."""
+    """The route of a candidate that changes no test's outcome, if any. Whether it is faster is measured when the folder
+    is verified."""
     if candidate.language != Python.name:
         return None  # Workloads, goals of structure and verification of written tests are made for Python alone.
     if not any(candidate.toolchain.is_source(path) for path in swe_tests.patched_files(candidate.patch)):
@@ -169,7 +169,7 @@ def routed_without_change(candidate: Candidate) -> Route | None:
 
 
 def route(candidate: Candidate, observation: Observation) -> Route:
-    """What kind of task a candidate is. A change that makes something possible is a feature."""
+    """The route of a candidate. A change that makes something possible is a feature."""
     other = routed_without_change(candidate)
     if other is not None and (other is Route.TEST or not observation.fail_to_pass):
         return other
@@ -239,7 +239,7 @@ async def run_mutants(
         lines = added_lines(candidate.patch)
         sources = {}
         for path in sorted(lines):
-            # A version says nothing that a test could check.
+            # A version number states nothing that a test could check.
             if candidate.toolchain.is_source(path) and "version" not in path.rpartition("/")[2]:
                 sources[path] = (await sandbox.read(path, MAX_FILE_BYTES)).decode(errors="replace")
         chosen = choose_mutants(sources, lines, candidate.id)
@@ -317,7 +317,7 @@ def is_uncompiled(run: TestRun, observation: Observation, toolchain: Toolchain) 
 
 
 def _names_of_target(target: str) -> tuple[str, str]:
-    """By which a report names a target that could not be compiled; pytest names a file's module."""
+    """The names under which a report lists a target that could not be compiled; pytest names a file's module."""
     return target, target.removesuffix(".py").replace("/", ".")
 
 

@@ -1,4 +1,4 @@
-"""Tasks of writing tests (SWE-Test): a candidate in, trees that its own tests tell apart and a task folder out.
+"""Tasks of writing tests (SWE-Test): a candidate in, trees that its own tests distinguish and a task folder out.
 
     a fix or a feature     the agent sees the code before it; its tests must fail there and pass at the finished code
     tests alone            the agent sees the finished code, whose tests let faults pass
@@ -47,7 +47,8 @@ from m2forge.tasks.folders.swe_bench import TESTBED
 from m2forge.tasks.folders.task_image import TaskImage
 
 MIN_NEW_MUTANTS = 2
-"""Mutants that the tests must find where tests alone change: nothing else tells a good test from an empty one."""
+"""Mutants that the tests must find where tests alone change: nothing else distinguishes a good test from an empty
+one."""
 NUM_RIGHT = 2
 """Runs at the finished code as it was written; a test that fails at random fails in one of them or at the mutants."""
 ROOT = 0
@@ -138,7 +139,7 @@ class _Respelled(ast.NodeTransformer):
 
 
 async def find_trees(candidate: Candidate, image: TaskImage, runner: Runner) -> Trees | Rejection:
-    """Trees that the new tests of a candidate tell apart."""
+    """Trees that the new tests of a candidate distinguish."""
     after = apply_to_tree(candidate.base, candidate.patch)
     right = _difference(candidate.base, after)
     has_fix = any(candidate.toolchain.is_source(path) for path in right)

@@ -1,4 +1,4 @@
-"""Trees: the files of a project in memory, and what its Python metadata says."""
+"""Trees: the files of a project in memory, and its Python metadata."""
 
 import email.parser
 import io
@@ -31,7 +31,7 @@ COMMIT = ("git", "-c", "core.hooksPath=/dev/null", "commit", "-qm", "base", "--a
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One state of a project, as a reader found it."""
+    """One state of a project, as a reader returns it."""
 
     tree: Tree
     metadata: str = ""

@@ -80,7 +80,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A script that may be the solution, and what its fixtures are built from."""
+    """A script that may be the solution, and the inputs of its fixtures."""
 
     script: str
     commands: Sequence[SimpleCommand]
@@ -98,7 +98,7 @@ class Candidate:
 
 
 class Unusable(ValueError):
-    """Why a candidate is not accepted: the reason, and what it rests on."""
+    """Why a candidate is not accepted: reason and evidence."""
 
     def __init__(self, reason: str, **evidence: JsonValue) -> None:
         super().__init__(reason)
@@ -110,7 +110,7 @@ def read_question(item: Item) -> Question:
 
 
 def prepare(script: str, question: Question) -> Candidate:
-    """Read a script: placeholder names become those of the question, and what it may not do is refused."""
+    """Read a script: placeholder names become those of the question, and forbidden commands are refused."""
     try:
         commands = read_commands(script)
     except ShellError as error:
@@ -208,7 +208,7 @@ class Proven:
 
 
 class Build(Stage):
-    """Adds `solution`, `fixture`, `expected` and what instructions are written from."""
+    """Adds `solution`, `fixture`, `expected` and the data of instructions."""
 
     name = "build"
     runs_in = "threads"
@@ -374,7 +374,7 @@ def _plain(text: str) -> list[list[str]]:
 
 
 def result_text(execution: Execution) -> str:
-    """What was printed, or the only text that was written."""
+    """The printed output, or the only text file that was written."""
     if not execution.changes:
         return execution.stdout
     texts = [
@@ -402,7 +402,7 @@ def changed_paths(execution: Execution, optional: Sequence[str]) -> dict[str, Js
 
 
 def expected_state(proven: Proven) -> dict[str, object]:
-    """What `state.py check` compares."""
+    """The expected state that `state.py check` compares with."""
     task, optional = proven.task, optional_paths(proven.candidate)
     modes = [
         path

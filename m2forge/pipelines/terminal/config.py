@@ -65,17 +65,17 @@ class TerminalConfig(Config):
     tags: tuple[str, ...] = TAGS
     """A question of a dump needs one of these."""
     min_score: int = 3
-    """Least score of a question of a dump."""
+    """Minimum score of a question of a dump."""
     min_characters: Count = 80
-    """Least length of a question's text, the title included."""
+    """Minimum length of a question's text, the title included."""
     max_characters: Count = 6000
-    """Greatest length of a question, and of its answer."""
+    """Maximum length of a question, and of its answer."""
     max_commands: Count = 12
-    """Most commands of an answer; more is not moderate."""
+    """Maximum number of commands of an answer."""
     hints: Annotated[int, Field(ge=0, le=3)] = 1
     """Hints of the written variant if there is no solver: 0: none, 1: formats, 2: also commands, 3: also flags."""
     repair_model: str | None = None
-    """A key of `models`: is asked to repair an answer that the rules could not."""
+    """A key of `models`: the model that repairs an answer where rules fail."""
     max_repairs: Count = 2
     """Requests to `repair_model` for one question."""
     solver: SolverConfig | None = None

@@ -1,9 +1,9 @@
-"""Builds fixtures: what a question shows and what its answer works on in, a script that creates the files out.
+"""Builds fixtures: the samples of a question and the operands of its answer in, a script that creates the files out.
 
-A fixture is a bash script that runs in an empty workspace. The one of kind `SHOWN` holds the question's samples as they
-are; those of other kinds hold longer texts of the same form, other names and other numbers, by their seed. What the
-question does not show is generated from the operands of the answer: the texts that it searches for, the names that its
-patterns match and do not match, and what the tests of `find` ask for (sizes, times, modes, links, empty folders).
+A fixture is a bash script that runs in an empty workspace. The kind `SHOWN` holds the question's samples as they are;
+other kinds hold longer texts of the same form, other names and other numbers, by their seed. Files that the question
+does not show are generated from the operands of the answer: the texts that it searches for, the names that its patterns
+match and do not match, and the properties that `find` tests (sizes, times, modes, links, empty folders).
 
 Longer texts of a sample's form replace its numbers and some of its words, by the same replacement in all files of a
 fixture, so that keys that occur in two files still match.
@@ -82,7 +82,7 @@ def _parents(path: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What fixtures of one candidate are built from."""
+    """The inputs of one candidate's fixtures."""
 
     script: str
     commands: Sequence[SimpleCommand]
@@ -93,7 +93,7 @@ class Request:
 
 
 def at_another_time(made: str) -> str:
-    """A fixture whose files have other times, where it says none: as if it had run at another time."""
+    """The fixture with other times for files whose time it does not set, as if it had run at another time."""
     return f"{made}\n{_WRITTEN.format('2010-06-07 08:09:10 UTC')}\n"
 
 
@@ -130,7 +130,7 @@ class _Builder:
                 self._files.texts[name] = self._of_sample(sample)
         self._links()
         if any(command.program == "rm" for command in request.commands):
-            # What must not be removed.
+            # Files that must not be removed.
             self._files.texts.setdefault(f"{self._rng.choice(_WORDS)}.keep", self._content("keep"))
         return prefix + self._files.render()
 
@@ -256,7 +256,7 @@ class _Builder:
         return found + [pattern for pattern in excluded if "/" not in pattern]
 
     def _features(self, inside: str, paths: Sequence[str]) -> None:
-        """What the tests of `find` and the programs of the script look at, besides names."""
+        """Properties that the tests of `find` and the programs of the script depend on, besides names."""
         tests, after = set(self._tests), self._files.after
         first, second, third = random.Random(_hashed(self._kind, "features")).sample(_WORDS, 3)
         programs = {command.program for command in self._request.commands}

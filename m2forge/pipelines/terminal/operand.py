@@ -1,7 +1,7 @@
 """Which files a script works on: its commands in, operands out, in the order of their first use.
 
-An operand is read from where it stands in a command: `grep PATTERN FILE…`, `find FOLDER… TESTS`, `cp SOURCE… TARGET`,
-`< FILE`, `> FILE`. What an earlier command writes is no input. Words with variables are not followed.
+An operand is identified by its position in a command: `grep PATTERN FILE…`, `find FOLDER… TESTS`, `cp SOURCE… TARGET`,
+`< FILE`, `> FILE`. Files that an earlier command writes are no inputs. Words with variables are not followed.
 """
 
 import posixpath

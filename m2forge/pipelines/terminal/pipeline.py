@@ -7,7 +7,7 @@ nothing perf 0. `select` measures a reference solver where one is configured, an
 
 The gates on a question's text, and its grade:
 
-    length      long enough to say what is asked, short enough to be one task
+    length      long enough to state a task, short enough to be one task
     system      asks about Linux, or about no system in particular
     form        asks how to do something, not for an explanation or an opinion
     grade       excellent, good, fair or poor; the first two stay
@@ -86,7 +86,7 @@ class Grade(StrEnum):
     GOOD = "good"
     """States a goal, and names the files of the answer, or shows input, or needs none."""
     FAIR = "fair"
-    """States a goal; what the answer works on is not in the question."""
+    """States a goal; the files of the answer are not in the question."""
     POOR = "poor"
 
 
@@ -108,7 +108,7 @@ def gate(title: str, tags: Sequence[str], blocks: list[Block], config: TerminalC
 
 
 def grade(title: str, blocks: list[Block], operands: Sequence[str]) -> tuple[Grade, dict[str, bool]]:
-    """`operands`: files and folders that the answer works on. Returns the grade and what it rests on."""
+    """`operands`: files and folders that the answer works on. Returns the grade and its evidence."""
     text = f"{title}\n{plain(blocks)}"
     named = [name for name in operands if _is_named(name, text)]
     facts = {
@@ -252,8 +252,8 @@ class _Trials:
 
 
 def _retried(run: Callable[[], Verdict]) -> Verdict:
-    """The verdict of an attempt whose sandboxes worked. Raises if they fail again and again, or an endpoint does: then
-    the item is failed, and the attempt does not count."""
+    """The verdict of an attempt whose sandboxes worked. Raises if they fail repeatedly, or an endpoint does: then the
+    item is failed, and the attempt does not count."""
     for number in range(1, NUM_TRIES + 1):
         try:
             return run()

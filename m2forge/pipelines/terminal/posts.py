@@ -1,12 +1,12 @@
 """Posts with questions about the command line: their sources, and a post's HTML as blocks of text and of code.
 
-The sources are Posts.xml of a Stack Exchange dump, and two packages of PyPI. Of a dump a stream of rows comes in, and
-questions with their accepted answers go out:
+The sources are Posts.xml of a Stack Exchange dump, and two packages of PyPI. A dump is read as a stream of rows;
+questions with their accepted answers come out:
 
     <row Id="7" PostTypeId="1" AcceptedAnswerId="9" Tags="&lt;bash&gt;&lt;awk&gt;" Score="31" Body="…" … />
     <row Id="9" PostTypeId="2" ParentId="7" Score="44" Body="…" … />
 
-A dump is larger than memory, and an accepted answer may stand far behind its question. So a question that passes the
+A dump is larger than memory, and an accepted answer may come long after its question. So a question that passes the
 gates on its attributes (accepted answer, score, tags) is written to a temporary file until its answer arrives; memory
 holds one small entry for it. Tags are read in both notations of the dumps, `<bash><awk>` and `|bash|awk|`.
 
@@ -209,7 +209,7 @@ def _fingerprint(path: Path) -> str:
 
 
 def read_members(path: Path, pattern: str) -> Iterator[tuple[str, str]]:
-    """Texts whose path ends as the pattern says, of a folder, a tar, a zip or the file itself, by path."""
+    """Texts whose path matches the pattern, of a folder, a tar, a zip or the file itself, by path."""
     try:
         for name, content in _packed(path) if path.is_file() and is_archive(path) else _lying(path, pattern):
             if (path.is_file() and name == path.name) or re.search(pattern, f"/{name}"):
@@ -224,7 +224,7 @@ def _packed(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _lying(path: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
-    """The file, or those of a folder that fit."""
+    """The file, or the matching files of a folder."""
     files = {str(one.relative_to(path)): one for one in sorted(path.rglob("*"))} if path.is_dir() else {path.name: path}
     fitting = {name: one for name, one in files.items() if one == path or re.search(pattern, f"/{name}")}
     if sum(one.stat().st_size for one in fitting.values()) > MAX_PACKAGE_BYTES:
@@ -327,7 +327,7 @@ class Block:
     """Code as it is; in a paragraph, code spans stand between backticks."""
     is_code: bool = False
     language: str = ""
-    """That a code block declares, or empty."""
+    """The language that a code block declares; empty if none."""
 
     @property
     def spans(self) -> list[str]:

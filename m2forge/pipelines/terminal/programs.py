@@ -1,4 +1,4 @@
-"""Which programs an answer may run: those of the image, whose results depend on files alone. For others, why not."""
+"""Programs that an answer may run: those of the image whose results depend on files alone. Reasons to refuse others."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -55,7 +55,8 @@ _HOME = re.compile(r"(?:^|[\s=:'\"])~/|\$HOME\b")
 
 
 def refusals(commands: Sequence[SimpleCommand], script: str, defined: set[str]) -> Iterator[tuple[str, str]]:
-    """Reasons not to run a script, each with what it was found in. `defined`: functions and programs of the script."""
+    """Reasons not to run a script, each with the text that shows it. `defined`: functions and programs of the
+    script."""
     for command in commands:
         name = command.program
         if name in REFUSED:
@@ -80,7 +81,7 @@ def is_known(name: str) -> bool:
 
 
 def _is_fixed_date(command: SimpleCommand) -> bool:
-    """Whether it prints a time that a file or the script says, not one that is relative to now."""
+    """Whether it prints a time given by a file or the script, and not relative to now."""
     text = " ".join(command.texts)
     if re.search(r"(?:^| )(?:-[a-zA-Z]*r|--reference)", text):
         return True

@@ -1,4 +1,4 @@
-"""What a question shows: its code blocks in, sample files, expected output, file names and a set-up out.
+"""Samples in a question: its code blocks in; sample files, expected output, file names and a set-up out.
 
     I have a file `sales.csv`:   ──▶ the block below it is the file's content
     $ cat jan.csv                ──▶ the lines below are the file's content
@@ -37,9 +37,9 @@ class Shown:
     files: dict[str, str] = field(default_factory=dict)
     """Content of files, by name."""
     unnamed: list[str] = field(default_factory=list)
-    """Content of files whose name the text before does not say."""
+    """Content of files that the preceding text does not name."""
     expected: list[str] = field(default_factory=list)
-    """Blocks that show the wanted result."""
+    """Blocks that show the expected result."""
     listing: list[str] = field(default_factory=list)
     """Names of files."""
     setup: str = ""
@@ -56,7 +56,7 @@ def file_names(text: str) -> list[str]:
 
 
 def read_shown(blocks: Sequence[Block], wanted: Sequence[str]) -> Shown:
-    """`wanted`: names of files that the answer reads; of several names before a block, one of these is meant."""
+    """`wanted`: names of files that the answer reads; of several names before a block, one of these is chosen."""
     shown, intro = Shown(), ""
     for block in blocks:
         if not block.is_code:

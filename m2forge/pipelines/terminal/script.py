@@ -90,7 +90,7 @@ def steps(blocks: Sequence[Block]) -> list[Step]:
 
 
 def shown_outputs(blocks: Sequence[Block]) -> list[str]:
-    """Output that an answer shows: blocks that are no commands, and what stands below commands of a session."""
+    """Output that an answer shows: blocks that are no commands, and the lines below commands of a session."""
     outputs = list[str]()
     for block in blocks:
         if not block.is_code:

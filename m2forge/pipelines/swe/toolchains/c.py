@@ -1,4 +1,4 @@
-"""C: CMake, automake or a Makefile, built once in the image; `c_suite` says how its tests run.
+"""C: CMake, automake or a Makefile, built once in the image; `c_suite` defines how its tests run.
 
 The image configures the project before it has its sources: from its other files, with sources that are empty. Trees
 that differ in sources alone, such as those of injected bugs, share that layer.

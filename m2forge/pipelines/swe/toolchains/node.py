@@ -1,4 +1,4 @@
-"""Node: modules of npm beside the repository; `node_suite` says how test files run.
+"""Node: modules of npm beside the repository; `node_suite` defines how test files run.
 
 npm downloads modules outside of sandboxes and runs none of their scripts. They are those that package.json lists as
 dependencies, and of those for development the ones that tests import, with what runs the tests. The same requirements
