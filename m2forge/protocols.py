@@ -246,7 +246,7 @@ class Snapshot(Protocol):
 
 
 class Sandbox(Protocol):
-    """A place for commands. Processes that a command leaves running live until `close`, except with the backend
+    """Runs commands in a workspace. Processes that a command leaves running live until `close`, except with the backend
     `process`, which ends them with the command. Its user, limits and network are those of its configuration."""
 
     workspace: str

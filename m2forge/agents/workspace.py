@@ -1,4 +1,4 @@
-"""The place of one attempt: its folders on this machine, and the sandbox in which its commands run.
+"""The workspace of one attempt: its folders on this machine, and the sandbox in which its commands run.
 
     FOLDER/ID/workspace/    the task's files; with the backend `process` the agent works here
     FOLDER/ID/home/         HOME, with the caches and settings of programs

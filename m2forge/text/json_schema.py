@@ -1,8 +1,8 @@
 """JSON Schema (2020-12) as tool parameters use it: the types that a schema allows, and the violations of a value.
 
 Schemas come from clients and files, so every schema gets an answer in bounded time: a reference is resolved once for
-each place of a value, references and branches are followed to a depth of `MAX_REFERENCES`, and a malformed keyword, an
-unknown type or a reference that leads nowhere restricts nothing. For the same reason no regular expression runs:
+each position of a value, references and branches are followed to a depth of `MAX_REFERENCES`, and a malformed keyword,
+an unknown type or a reference that leads nowhere restricts nothing. For the same reason no regular expression runs:
 `pattern`, `patternProperties` and `format` are not checked, nor are `unevaluatedItems`, `unevaluatedProperties`,
 `$dynamicRef` and references to other documents. All other assertions are.
 """

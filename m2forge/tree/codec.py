@@ -176,7 +176,7 @@ def _checked_counts(data: bytes) -> _Counts:
     _require(1 <= counts.vocab_size <= MAX_VOCAB_SIZE, f"a vocabulary of {counts.vocab_size}")
     size = sum(np.dtype(dtype).itemsize * length for dtype, length in _columns(counts).values())
     expected = _HEADER.size + size + counts.num_text + _CHECKSUM.size
-    _require(len(data) == expected, f"{len(data)} bytes where its header tells {expected}")
+    _require(len(data) == expected, f"{len(data)} bytes where its header states {expected}")
     is_routed = counts.num_layers > 0 and counts.num_chosen > 0 and counts.num_tokens > 0
     _require(is_routed or counts.num_layers == counts.num_chosen == 0, "routing of nothing")
     return counts

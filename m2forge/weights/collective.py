@@ -274,7 +274,7 @@ class _Membership:
             self._groups = None
             self._register()
             return None
-        place, size = 1 + group["samplers"].index(self._id), 1 + len(group["samplers"])
+        own_rank, size = 1 + group["samplers"].index(self._id), 1 + len(group["samplers"])
         try:
             with ThreadPoolExecutor(len(files)) as pool:
                 if self._groups is None or self._groups[0] != group["number"]:
@@ -282,7 +282,7 @@ class _Membership:
                     names = [f"{group['number']}/{rank}" for rank in range(len(files))]
                     self._groups = (
                         group["number"],
-                        list(pool.map(lambda name: join_group(self._store, name, place, size), names)),
+                        list(pool.map(lambda name: join_group(self._store, name, own_rank, size), names)),
                     )
                 parts = list(pool.map(_receive, self._groups[1], files))
         except RuntimeError as error:

@@ -118,7 +118,7 @@ def sealed(header: tuple[int, ...], rest: bytes) -> bytes:
     [
         ((0, 0, 0, 0, 0, 0, 0, 0, 0, 2), b"[]", "a vocabulary of 0"),
         ((2**63, 0, 0, 0, 0, 0, 0, 0, 0, 2), b"[]", "a vocabulary of 9223372036854775808"),
-        ((5, 2**60, 0, 0, 0, 0, 0, 0, 0, 2), b"[]", "bytes where its header tells"),
+        ((5, 2**60, 0, 0, 0, 0, 0, 0, 0, 2), b"[]", "bytes where its header states"),
         ((5, 0, 0, 0, 0, 0, 2**40, 2**40, 0, 2), b"[]", "routing of nothing"),
         ((5, 0, 0, 0, 0, 0, 0, 0, 0, 100_000), b"[" * 100_000, "names cannot be read"),
         ((5, 0, 0, 0, 0, 0, 0, 0, 0, 6), b"[[1,2]", "names cannot be read"),
