@@ -25,6 +25,7 @@ class RayConfig(Config):
     """CPUs that each process reserves."""
     trainer_gpus: Annotated[int, Field(ge=0)] = 0
     sampler_gpus: Annotated[int, Field(ge=0)] = 0
+    """Those of each sampler."""
     gpu: str | None = Field(default=None, min_length=1)
     """The type of these GPUs as Ray names it, such as H200; None: any."""
     start_s: Annotated[float, Field(gt=0)] = 120.0
