@@ -17,6 +17,8 @@ before must hold the bits of the whole copy. Then whole versions go to one and f
 
 `--part ring`: RL rings over the real pool, beside their simulation (scale_ring.py).
 
+`--part agents`: thousands of concurrent attempts on two agent hosts and two gateways (scale_agents.py).
+
     python benchmarks/scale.py [--part NAME] [--json] [--quick]
 """
 
@@ -29,6 +31,7 @@ from typing import TypeVar
 
 import torch
 from report import Bar, arguments, finish, print_table
+from scale_agents import agents
 from scale_checkpoint import checkpoints
 from scale_mesh import mesh
 from scale_plan import plan
@@ -140,6 +143,7 @@ PARTS = {
     "mesh": mesh,
     "pool": pool,
     "ring": ring,
+    "agents": agents,
 }
 QUICK_PARTS = ["weights", "checkpoints"]
 """Those that together take a minute on two cores."""

@@ -55,6 +55,7 @@ def facts(out: str) -> str:
 
 def test_rl_reports_sizes_tasks_steps_and_the_run(model: Path, unchanged: Path) -> None:
     overrides = [f"model={model}", "num_steps=5", "engine.rollout.num_blocks=16", "engine.dtype=float32"]
+    overrides += ["cluster.gateways=2", "cluster.agent_hosts=1"]
     words = [word for override in overrides for word in ("--set", override)]
     config_file = ROOT / "configs/rl/demo.toml"
     out = dry_run("rl", str(config_file), *words, "--runs", str(unchanged / "runs"), cwd=unchanged)
@@ -70,6 +71,7 @@ def test_rl_reports_sizes_tasks_steps_and_the_run(model: Path, unchanged: Path) 
     per_step = config.curriculum.batch_groups * config.group_size
     assert f"5 × {config.curriculum.batch_groups} groups × {config.group_size} attempts = {5 * per_step:,}" in report
     assert all(name in report for name in config.curriculum.family_keys)
+    assert "trainer, sampler, gateway-0, gateway-1, host-0" in " ".join(report.split())
     assert f"{unchanged}/runs/{config.name}: new" in report
 
 

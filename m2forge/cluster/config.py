@@ -30,6 +30,7 @@ class RayConfig(Config):
     trainer_gpus: Annotated[int, Field(ge=0)] = 0
     """GPUs that the trainer reserves on each of its nodes."""
     sampler_gpus: Annotated[int, Field(ge=0)] = 0
+    """Those of each sampler."""
     gpu: str | None = Field(default=None, min_length=1)
     """The type of these GPUs as Ray names it, such as H200; None: any."""
     start_s: Annotated[float, Field(gt=0)] = 120.0

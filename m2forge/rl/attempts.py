@@ -115,6 +115,9 @@ VERDICT = "verdict"
 """Artifact under which the pool stores the verifier's verdict, as JSON."""
 EMPTY_QUEUE_S = 0.2
 """Delay before the next request for leases after the queue had fewer episodes than there were free slots."""
+LEASED_AT_ONCE = 32
+"""Maximum leases per query. A process with many free slots alternates with others at the queue, and starts those
+attempts before it requests more."""
 JUDGED_AT_ONCE = 16
 """Complete groups read from the pool per query."""
 P = ParamSpec("P")
@@ -256,7 +259,10 @@ class JudgedAttempts(Attempts):
     async def judge_complete(self) -> None:
         """Reward the groups whose attempts have all ended, including those left by a loop that died."""
         async with self._judging:
-            while complete := await self._writer.run(self.pool.unjudged, JUDGED_AT_ONCE):
+            is_over = False
+            while not is_over:
+                complete = await self._writer.run(self.pool.unjudged, JUDGED_AT_ONCE)
+                is_over = len(complete) < JUDGED_AT_ONCE
                 for unit, leases in complete:
                     await self._judge_unit(unit, leases)
 
@@ -388,7 +394,7 @@ class Leasing:
         """Start attempts on all free slots; re-raises an attempt's error that ends the run. `is_due`: whether to
         request leases at once."""
         if is_due or time.monotonic() >= self._lease_at_s:
-            num_free, num_leased = self._slots.take(self._slots.total), 0
+            num_free, num_leased = self._slots.take(LEASED_AT_ONCE), 0
             try:
                 leases = await self._writer.run(self._pool.lease, self._worker, num_free) if num_free else []
                 num_leased = len(leases)

@@ -107,8 +107,8 @@ from m2forge.train.run_dir import CONFIG_FILE, hold_run, open_run
 WORKER = "loop"
 """Name under which the loop holds leases; a run has one loop."""
 POLL_S = 0.02
-JUDGE_S = 0.2
-"""Poll interval for complete groups whose attempts agent hosts ran."""
+HOSTED_POLL_S = 0.5
+"""Poll interval for room in the queue and for complete groups, if agent hosts run the attempts."""
 VIEW_S = 1.0
 """Time between two updates of the terminal's progress view."""
 _log = logging.getLogger(__name__)
@@ -192,6 +192,7 @@ class Loop:
         self._served: list[PolicyVersion] = []
         self.slots = Slots(config.agent.num_jobs, config.eval.share)
         self.evaluations = Evaluations(config, layout, self.slots, self._served)
+        self._poll_s = HOSTED_POLL_S if config.cluster.agent_hosts else POLL_S
         self.updates = WeightUpdates(self.weights, self.pool, self.evaluations.pin, self.note_served, layout.log)
         self._running: dict[asyncio.Task[None], Lease] = {}
 
@@ -297,7 +298,7 @@ class Loop:
         self._start(background, self._renew(writer))
         view = View(self.layout, self.config, self.pool, attempts.counts, runner.workspaces.counts)
         self._start(background, view.show(writer))
-        self._start(background, attempts.judge_ended(JUDGE_S if hosts else None))
+        self._start(background, attempts.judge_ended(self._poll_s if hosts else None))
         feeding = {self._start(background, self._feed(writer, attempts, runner.tasks.next_task))}
         if self.config.pool.admit_deployed:
             deployed = DeployedEpisodes(self.config, self.layout.journal, gateways.admins[0], self.pool, writer)
@@ -352,7 +353,7 @@ class Loop:
             is_filled = await supply.fill()
             if not self.config.cluster.agent_hosts:
                 await leasing.fill(is_due=is_filled)
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(self._poll_s)
 
     def _note(self) -> str:
         base_times = self.judge.base_times() if self.config.reward.beta else {}

@@ -29,6 +29,8 @@ from m2forge.weights.store import WeightStore
 LOAD_S = 600.0
 """Timeout of a request to a sampler, which may wait until weights are loaded."""
 POLL_S = 0.02
+LOOK_S = 0.1
+"""How often the loop looks for a new version and for samplers that were restarted."""
 FAILED = 503
 """HTTP status of a sampler whose engine has failed."""
 
@@ -59,7 +61,7 @@ class Replica:
                     self.version = PolicyVersion(**json.loads(response.content)["version"])
                     self._num_starts, self.is_up, self._is_sent = num_starts, True, False
                     note()
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(LOOK_S)
 
     def lacks(self, version: PolicyVersion) -> bool:
         return not self._is_sent or self.version != version
@@ -130,7 +132,7 @@ class WeightUpdates:
                 if newest is not None and any(replica.is_up and replica.lacks(newest[0]) for replica in replicas):
                     await self._update(replicas, writer)
                     note()
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(LOOK_S)
 
         with contextlib.ExitStack() as stack:
             for replica in replicas:

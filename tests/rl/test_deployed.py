@@ -112,6 +112,8 @@ def test_a_run_trains_what_an_operator_has_rewarded(tmp_path: Path) -> None:
             "sandbox": {"inherits": ["PATH"], "timeout_s": 1000.0},
         },
         pool={"admit_deployed": True, "window": {"queue": 4, "no_signal": "train"}},
+        # Operators get the address of the first.
+        cluster={"gateways": 2},
     )
     layout, until_s = Layout(tmp_path / "run"), time.monotonic() + DEADLINE_S
     with started(command_of(config, tmp_path), tmp_path / "log") as loop:

@@ -36,7 +36,7 @@ from tests.rl.test_loop import make_run, trained_steps
 NUM_FAULTS = 50
 RESUME_S = 60.0
 """Within this time after a fault training takes another step, in half of the cases at least."""
-KINDS = ("raylet", "trainer", "sampler", "gateway", "host-0", "host-1", "loop")
+KINDS = ("raylet", "trainer", "sampler-0", "sampler-1", "gateway-0", "gateway-1", *HOSTS, "loop")
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +186,7 @@ def strike(kind: str, scene: Scene, nodes: Nodes, loop: subprocess.Popen[bytes],
 @pytest.mark.long
 def test_fifty_random_deaths_lose_and_repeat_nothing(nodes: Nodes, tmp_path: Path) -> None:
     rng = random.Random(0)
-    scene = make_scene(tmp_path)
+    scene = make_scene(tmp_path, gateways=2, samplers=2)
     on_ray(scene, nodes, num_steps=NUM_FAULTS + 2)
     kinds = [rng.choice(KINDS) for _ in range(NUM_FAULTS)]
     resumed_s = []

@@ -2,10 +2,16 @@
 
 import asyncio
 import random
+from pathlib import Path
+from typing import cast
 
 import pytest
 
-from m2forge.rl.attempts import Slots
+from m2forge.pool.config import PoolConfig
+from m2forge.pool.pool import Pool, PoolWriter
+from m2forge.pool.stored import Lease
+from m2forge.rl.attempts import LEASED_AT_ONCE, Attempts, Leasing, Slots, cancel_all
+from m2forge.tasks.agent import Chain
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -55,6 +61,31 @@ def test_attempts_never_exceed_the_slots_and_both_kinds_go_on(total: int, share:
     running: list[asyncio.Task[None]] = []
     asyncio.run(scene())
     assert most["all"] == total
+
+
+class HeldAttempts:
+    """Attempts that do not end."""
+
+    async def run(self, lease: Lease) -> None:
+        await asyncio.get_running_loop().create_future()
+
+
+def test_processes_with_room_for_all_take_turns_at_the_queue(tmp_path: Path) -> None:
+    num_attempts = 4 * LEASED_AT_ONCE
+
+    async def scene(pool: Pool) -> list[int]:
+        async with PoolWriter(pool) as writer:
+            attempts = cast("Attempts", HeldAttempts())
+            hosts = [Leasing(name, pool, writer, attempts, Slots(num_attempts)) for name in ("host-0", "host-1")]
+            while len(pool.running()) < num_attempts:
+                for host in hosts:
+                    await host.fill()
+            await cancel_all([task for host in hosts for task in host.running])
+            return [len(host.running) for host in hosts]
+
+    with Pool(PoolConfig(url=f"sqlite:///{tmp_path}/pool.db"), vocab_size=32) as pool:
+        pool.put([(Chain().draw(1, 0), num_attempts)], stage="only")
+        assert asyncio.run(scene(pool)) == [num_attempts / 2] * 2
 
 
 def test_an_evaluation_that_is_cancelled_gives_its_slots_back() -> None:

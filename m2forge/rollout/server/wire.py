@@ -1,10 +1,10 @@
 """JSON encoding of prompts, chunks and errors between the server and the remote engine.
 
-A prompt is an object with the fields of `Prompt` but `affinity`, of which a server alone makes nothing, those with a
-default optional, and `stream`; its ids are a list, or
-little-endian int32 values in base64, which is far faster for a long history. A chunk is an object with the fields of
-`Chunk`; NaN, which JSON lacks, is null, and experts are {"shape", "data"} with little-endian int16 values in base64. An
-error is {"error": {"type", "message"}}. Numbers round-trip exactly, to the bit.
+A prompt is an object with `stream` and the fields of `Prompt`, those with a default optional, except `affinity`, which
+only chooses the server; its ids are a list, or little-endian int32 values in base64, which is far faster for a long
+history. A chunk is an object with the fields of `Chunk`; NaN, which JSON lacks, is null, and experts are {"shape",
+"data"} with little-endian int16 values in base64. An error is {"error": {"type", "message"}}. Numbers round-trip
+exactly, to the bit.
 """
 
 import base64
