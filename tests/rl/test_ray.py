@@ -187,7 +187,8 @@ def strike(kind: str, scene: Scene, nodes: Nodes, loop: subprocess.Popen[bytes],
 def test_fifty_random_deaths_lose_and_repeat_nothing(nodes: Nodes, tmp_path: Path) -> None:
     rng = random.Random(0)
     scene = make_scene(tmp_path, gateways=2, samplers=2)
-    on_ray(scene, nodes, num_steps=NUM_FAULTS + 2)
+    # Some take a step while they strike.
+    on_ray(scene, nodes, num_steps=2 * NUM_FAULTS)
     kinds = [rng.choice(KINDS) for _ in range(NUM_FAULTS)]
     resumed_s = []
     with scene.pool:
