@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -27,6 +28,7 @@ from m2forge.rl.attempts import open_agent
 from m2forge.rl.config import RLConfig
 from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.rl.layout import Layout
+from m2forge.rl.loop import count_starts
 from m2forge.rl.servers import make_servers
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.format import make_format
@@ -159,7 +161,7 @@ async def _served(config: RLConfig, model: Path, folder: Path) -> AsyncIterator[
             TaskRunner(config.verify, folder / "verify", config.curriculum.family_keys) as runner,
         ):
             workspaces = Workspaces(layout.workspaces)
-            yield AttemptRunner(agent, admin, runner, workspaces, servers.starts)
+            yield AttemptRunner(agent, admin, runner, workspaces, partial(count_starts, servers))
     finally:
         await asyncio.gather(*(child.stop() for child in children))
         await asyncio.gather(*keeping)

@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import ParamSpec, Self, TypeVar, cast
 
@@ -44,6 +44,7 @@ from m2forge.agents.config import CommandConfig, CommandSandboxConfig
 from m2forge.agents.loop_agent import LoopAgent
 from m2forge.agents.program import inside_path, require_inside, require_program, require_version, visible
 from m2forge.agents.worker_pool import WorkerPool
+from m2forge.agents.workspace import SandboxCounts
 from m2forge.errors import M2ForgeError, RunError
 from m2forge.pool.lifecycle import EpisodeState, LeaseLostError, StateError
 from m2forge.pool.pool import Pool, PoolWriter
@@ -53,6 +54,7 @@ from m2forge.records import Episode, Submission, Task, Verdict
 from m2forge.reward.judge import Attempt, Judge, Judged
 from m2forge.reward.rule import Step, read_step
 from m2forge.rl.config import AgentConfig, CommandAgentConfig, LoopAgentConfig, WorkerAgentConfig
+from m2forge.rl.layout import Layout
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.format import ChatFormat
@@ -436,3 +438,33 @@ async def cancel_all(tasks: Iterable[asyncio.Task[T]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# -- counts of all processes that run attempts -----------------------------------------------------------------------
+
+
+def counts_path(layout: Layout, name: str) -> Path:
+    return layout.processes / f"{name}.json"
+
+
+def add_counts(
+    paths: Iterable[Path], own: AttemptCounts, sandboxes: SandboxCounts
+) -> tuple[AttemptCounts, SandboxCounts]:
+    """The loop's own counts plus those of all hosts, in `paths`, since each of them started."""
+    total, started = summed(own), asdict(sandboxes)
+    for path in paths:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        total = _add(total, found)
+        started = _add(started, found["sandboxes"])
+    return AttemptCounts(**total, perfs=own.perfs), SandboxCounts(**started)
+
+
+def summed(counts: AttemptCounts) -> dict[str, int]:
+    return {field.name: getattr(counts, field.name) for field in fields(counts) if field.name != "perfs"}
+
+
+def _add(own: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {name: num + other[name] for name, num in own.items()}

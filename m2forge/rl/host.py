@@ -13,13 +13,13 @@ other keys, on any host. The death of a host never counts against an attempt.
 import asyncio
 import json
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from m2forge.agents.attempt import AttemptRunner
-from m2forge.agents.workspace import SandboxCounts, Workspaces
+from m2forge.agents.workspace import Workspaces
 from m2forge.cluster.config import ClusterConfig
 from m2forge.cluster.launcher import end_with_error
 from m2forge.cluster.process_record import RoleUrl, record_size
@@ -30,18 +30,19 @@ from m2forge.model.config_file import read_config
 from m2forge.model.hub import find_folder
 from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.rl.attempts import (
-    AttemptCounts,
     Attempts,
     Leasing,
     Slots,
     attempt_sandbox,
     cancel_all,
+    counts_path,
     open_agent,
     renew_leases,
+    summed,
 )
 from m2forge.rl.config import RLConfig
 from m2forge.rl.gateway_admin import LOOP_EPISODE_ID, GatewayAdmin, Gateways, home_of
-from m2forge.rl.layout import Layout, gateway_names, host_names, sampler_names
+from m2forge.rl.layout import Layout, gateway_names, sampler_names
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.format import make_format
 from m2forge.text.tokenizer import load_tokenizer
@@ -49,7 +50,6 @@ from m2forge.text.tokenizer import load_tokenizer
 POLL_S = 0.02
 COUNTS_S = 1.0
 EVALUATION_PREFIX = "check-"
-_SUMMED = tuple(field.name for field in fields(AttemptCounts) if field.name != "perfs")
 
 
 def run_host(layout: Layout, config: RLConfig, name: str, keys: Sequence[str]) -> None:
@@ -105,7 +105,7 @@ async def _attempt(layout: Layout, config: RLConfig, name: str, writer: PoolWrit
     async def report() -> None:
         path, written = counts_path(layout, name), ""
         while True:
-            text = json.dumps(_summed(attempts.counts) | {"sandboxes": asdict(runner.workspaces.counts)})
+            text = json.dumps(summed(attempts.counts) | {"sandboxes": asdict(runner.workspaces.counts)})
             if text != written:
                 await asyncio.to_thread(write_atomic, path, text)
                 written = text
@@ -170,30 +170,3 @@ async def delete_ended(
 
 
 # -- counts of all hosts, for the loop's view --------------------------------------------------------------------------
-
-
-def counts_path(layout: Layout, name: str) -> Path:
-    return layout.processes / f"{name}.json"
-
-
-def add_counts(
-    layout: Layout, config: RLConfig, own: AttemptCounts, sandboxes: SandboxCounts
-) -> tuple[AttemptCounts, SandboxCounts]:
-    """The loop's own counts plus those of all hosts since each of them started."""
-    total, started = _summed(own), asdict(sandboxes)
-    for name in host_names(config.cluster):
-        try:
-            found = json.loads(counts_path(layout, name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            continue
-        total = _add(total, found)
-        started = _add(started, found["sandboxes"])
-    return AttemptCounts(**total, perfs=own.perfs), SandboxCounts(**started)
-
-
-def _summed(counts: AttemptCounts) -> dict[str, int]:
-    return {name: getattr(counts, name) for name in _SUMMED}
-
-
-def _add(own: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    return {name: num + other[name] for name, num in own.items()}

@@ -40,7 +40,6 @@ drawn twice.
 #     tree/codec.py                     the tree that the gateway sends
 #     reward/judge.py                   rewards of a group
 #     reward/rule.py                    process reward of a step
-#     rl/host.py                        counts of attempts, for the view
 #     rl/weight_updates.py              the newest version to the samplers
 #     weights/store.py                  published policy versions
 #     pool/batch.py                     which lineage the sampler serves, after a weight update
@@ -81,8 +80,10 @@ from m2forge.rl.attempts import (
     JudgedAttempts,
     Leasing,
     Slots,
+    add_counts,
     attempt_sandbox,
     cancel_all,
+    counts_path,
     open_agent,
     renew_leases,
     require_agent,
@@ -91,10 +92,10 @@ from m2forge.rl.child_main import MODULE
 from m2forge.rl.config import RLConfig
 from m2forge.rl.deployed import DeployedEpisodes, keep_address
 from m2forge.rl.eval import EvalResult, Evaluations, read_results
-from m2forge.rl.gateway_admin import Gateways
-from m2forge.rl.host import add_counts, delete_ended, open_gateways, open_tasks
+from m2forge.rl.gateway_admin import Gateways, home_of
+from m2forge.rl.host import delete_ended, open_gateways, open_tasks
 from m2forge.rl.layout import Layout, host_names, read_lineage
-from m2forge.rl.servers import Server, launch_trainer, make_servers, open_launchers, require_cluster
+from m2forge.rl.servers import Server, Servers, launch_trainer, make_servers, open_launchers, require_cluster
 from m2forge.rl.weight_updates import WeightUpdates
 from m2forge.tasks.curriculum import Curriculum, Draw, Families
 from m2forge.tasks.survey import survey
@@ -238,7 +239,7 @@ class Loop:
                 if self.config.pool.admit_deployed:
                     self._start(background, keep_address(self.layout.gateway, servers.gateways[0]))
                 keys = [gateway.key for gateway in servers.gateways]
-                urls = [gateway.find_url for gateway in servers.gateways]
+                urls = [partial(_url, gateway.child) for gateway in servers.gateways]
                 async with (
                     open_gateways(self.config, urls, keys) as gateways,
                     open_agent(self.config.agent, self._own(self.layout.agents), self.format) as agent,
@@ -246,7 +247,7 @@ class Loop:
                     PoolWriter(self.pool) as writer,
                 ):
                     workspaces = Workspaces(self._own(self.layout.workspaces), attempt_sandbox(self.config.agent))
-                    attempt_runner = AttemptRunner(agent, gateways, runner, workspaces, servers.starts)
+                    attempt_runner = AttemptRunner(agent, gateways, runner, workspaces, partial(count_starts, servers))
                     async with JudgedAttempts(
                         attempt_runner, self.pool, writer, self.judge, self.format, self._note_group
                     ) as attempts:
@@ -393,6 +394,16 @@ class Loop:
         return newest is not None and newest[0] == self.served
 
 
+def _url(process: Launched) -> str:
+    return process.url
+
+
+def count_starts(servers: Servers, attempt: str) -> tuple[int, ...]:
+    """The index of the attempt's gateway, and numbers that change whenever this gateway or a sampler starts."""
+    home = home_of(attempt, len(servers.gateways))
+    return home, *(server.child.num_starts for server in (servers.gateways[home], *servers.samplers))
+
+
 def is_trained(layout: Layout, config: RLConfig) -> bool:
     """Whether the trainer has made the run's last step: the finished model is written, and the newest checkpoint is of
     that step if the run keeps checkpoints."""
@@ -487,6 +498,7 @@ class View:
     ) -> None:
         self._layout, self._config, self._pool, self._counts = layout, config, pool, counts
         self._sandboxes, self._written = sandboxes, ""
+        self._count_paths = [counts_path(layout, name) for name in host_names(config.cluster)]
         self._window_size = config.pool.window.size
 
     async def show(self, writer: PoolWriter) -> None:
@@ -517,7 +529,7 @@ class View:
                 shown = max(shown, done)
 
     def _all_counts(self) -> tuple[AttemptCounts, SandboxCounts]:
-        return add_counts(self._layout, self._config, self._counts, self._sandboxes)
+        return add_counts(self._count_paths, self._counts, self._sandboxes)
 
     def _write_sandboxes(self, counts: SandboxCounts) -> None:
         """Write the numbers for the run page, if they have changed."""

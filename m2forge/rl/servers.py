@@ -13,7 +13,6 @@ from m2forge.errors import ConfigError
 from m2forge.key import make_key
 from m2forge.rl.child_main import MODULE
 from m2forge.rl.config import RLConfig
-from m2forge.rl.gateway_admin import home_of
 from m2forge.rl.layout import (
     GATEWAY,
     SAMPLER,
@@ -127,9 +126,6 @@ class Server:
     def url(self) -> str:
         return self.child.url
 
-    def find_url(self) -> str:
-        return self.child.url
-
     @property
     def key(self) -> str:
         """API key that the sampler requires on every route and the gateway on its admin routes."""
@@ -144,11 +140,6 @@ class Servers:
     @property
     def all(self) -> tuple[Server, ...]:
         return self.samplers + self.gateways
-
-    def starts(self, attempt: str) -> tuple[int, ...]:
-        """The index of the attempt's gateway, and numbers that change whenever this gateway or a sampler starts."""
-        home = home_of(attempt, len(self.gateways))
-        return home, *(server.child.num_starts for server in (self.gateways[home], *self.samplers))
 
 
 async def make_servers(launcher: Launcher, layout: Layout, config: RLConfig) -> Servers:

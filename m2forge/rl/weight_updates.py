@@ -40,7 +40,7 @@ class Replica:
 
     def __init__(self, server: Server, log_folder: Path) -> None:
         self._process, self._log_path = server.child, log_folder / f"{server.child.name}.log"
-        self._http = HttpClient(server.find_url, key=server.key)
+        self._http = HttpClient(lambda: server.child.url, key=server.key)
         self._num_starts = self._process.num_starts
         """The start of the process that the fields below describe."""
         self.is_up = True

@@ -274,12 +274,12 @@ def test_a_busy_cluster_is_named_after_a_while(nodes: Nodes, tmp_path: Path) -> 
         finally:
             await first.close()
 
-    with pytest.raises(ConfigError, match=r"no room for three.*asks for three: 3.5 CPU.*Free within 1 s: "):
+    with pytest.raises(ConfigError, match=r"no room for three.*requests three: 3.5 CPU.*Free within 1 s: "):
         asyncio.run(launch())
 
 
 def test_a_table_without_effect_is_refused() -> None:
     with pytest.raises(ValueError, match=r"cluster\.ray has no effect"):
         build(ClusterConfig, {"ray": {"cpus": 2.0}}, origin="test")
-    with pytest.raises(ValueError, match="asks for no GPU"):
+    with pytest.raises(ValueError, match="requests no GPU"):
         build(ClusterConfig, {"launcher": "ray", "ray": {"gpu": "H200"}}, origin="test")
