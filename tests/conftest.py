@@ -13,8 +13,8 @@ from execnet import XSpec
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 
-from tests.cost import Cost, cost_of, run_order
-from tests.schedule import WaitingApart, is_waiter, is_waiting, is_whole
+from tests.cost import run_order
+from tests.schedule import WaitingApart, is_fast, is_waiter, is_waiting, is_whole
 
 MAX_S = 600
 """What a test of `make test` may take: one that waits for ever fails then, with the place where it waits."""
@@ -91,7 +91,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """A process imports only the files whose tests it may run."""
     if not collection_path.name.startswith("test_"):
         return None
-    is_left_out = FAST and cost_of(collection_path) != Cost.LIGHT
+    is_left_out = FAST and not is_fast(collection_path)
     return True if is_left_out or (is_waiter(config.args) and not is_waiting(collection_path)) else None
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
+from tests.cost import Cost, cost_of
+
 WAITING = (
     "tests/page/test_browser.py",
     "tests/test_install.py",
@@ -89,6 +91,8 @@ IMPORTING = (
 IMPORTER = "gw0"
 """The worker that runs these files, before all others. Another runs one of them only when it has nothing else left."""
 TESTS = Path(__file__).parent
+CHECKED = "test_contract.py"
+"""The file that `make check` runs."""
 
 
 def is_whole(arguments: Sequence[str]) -> bool:
@@ -100,6 +104,11 @@ def is_waiter(arguments: Sequence[str]) -> bool:
     """Whether this process runs files of `WAITING` alone and need not import the others, half of what a worker
     imports. Every worker collects files and folders that are named one by one."""
     return os.environ.get("PYTEST_XDIST_WORKER") in WAITERS and is_whole(arguments)
+
+
+def is_fast(path: Path) -> bool:
+    """Whether `make test-fast` runs a file: it loads no network, starts no process, and `make check` leaves it out."""
+    return cost_of(path) == Cost.LIGHT and not is_waiting(path) and path != TESTS / CHECKED
 
 
 def is_waiting(path: Path) -> bool:

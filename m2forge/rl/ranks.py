@@ -22,6 +22,7 @@ import contextlib
 import fcntl
 import heapq
 import json
+import logging
 import math
 import os
 import secrets
@@ -61,6 +62,7 @@ LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915
 """Linux's request for the address of an interface."""
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 def num_ranks(config: MachineConfig, num_nodes: int = 1) -> int:
@@ -111,9 +113,12 @@ def free_port(address: str) -> int:
 
 def interface_of(address: str) -> str | None:
     """The name of the network interface with an IPv4 address, where the system tells it."""
+    try:
+        wanted = socket.inet_aton(address)
+    except OSError:  # an IPv6 address
+        return None
     if sys.platform != "linux":
         return None
-    wanted = socket.inet_aton(address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no such address
@@ -216,8 +221,10 @@ class Peer:
 
     def read(self, wait_s: float | None) -> dict[str, JsonValue] | None:
         """The next message, or None if none arrives within `wait_s`; raises OSError if the connection has ended."""
+        until_s = None if wait_s is None else time.monotonic() + wait_s
         while b"\n" not in self._received:
-            if not select.select([self.connection], [], [], wait_s)[0]:
+            left_s = None if until_s is None else max(until_s - time.monotonic(), 0.0)
+            if not select.select([self.connection], [], [], left_s)[0]:
                 return None
             received = self.connection.recv(4096)
             if not received or len(self._received) > MAX_LINE_BYTES:
@@ -253,7 +260,8 @@ def lead(nodes: Nodes, listener: socket.socket, key: str) -> int:
             peer.send({"host": master[0], "port": master[1]})
         with nodes.ranks(0, host, master) as ranks:
             return _watch(nodes, listener, key, followers, ranks)
-    except OSError:
+    except OSError as error:
+        _log.warning("the ranks of all nodes end, and start again from the newest checkpoint: %s", error)
         return LOST_STATUS
     finally:
         for peer in followers.values():
@@ -268,7 +276,10 @@ def _watch(nodes: Nodes, listener: socket.socket, key: str, followers: Mapping[i
         if status:
             return status
         for index, peer in followers.items():
-            message = peer.read(0)
+            try:
+                message = peer.read(0)
+            except OSError as error:
+                raise ConnectionResetError(f"node {index} of the trainer is lost: {error}") from error
             if message is None:
                 continue
             if message.get("status") != 0:
@@ -314,13 +325,18 @@ def _meet(nodes: Nodes, listener: socket.socket, key: str, wait_s: float | None)
 def follow(nodes: Nodes, index: int, url: Callable[[], str], key: str) -> None:
     """Run this machine's ranks for one leader after another, until all ranks have ended with 0. `url`: returns where
     the leader listens."""
+    logged = ""
     while True:
-        with contextlib.suppress(OSError):
+        try:
             parts = urlsplit(url())
             with socket.create_connection((str(parts.hostname), int(parts.port or 0)), CONNECT_S) as connection:
                 connection.settimeout(None)
                 if _follow(nodes, index, Peer(connection), key):
                     return
+        except OSError as error:
+            if str(error) != logged:
+                logged = str(error)
+                _log.warning("node %d of the trainer waits for its first node: %s", index, logged)
         time.sleep(RETRY_S)
 
 

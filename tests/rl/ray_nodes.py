@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from m2forge.compiled import cache_folder
 from tests.rl.ring import ROOT
 
 NUM_CPUS = 4
@@ -22,6 +23,8 @@ MEMORY_BYTES = 80 << 20
 @dataclass
 class Nodes:
     cluster: Any
+    cache: Path
+    """`XDG_CACHE_HOME` of the nodes."""
     num_added: int = 0
     raylets: dict[str, Any] = field(default_factory=dict)
     """By the name of their node."""
@@ -33,8 +36,17 @@ class Nodes:
     def add(self) -> str:
         name = f"n{self.num_added + 1}"
         self.num_added += 1
-        self.raylets[name] = self.cluster.add_node(node_name=name, num_cpus=NUM_CPUS, object_store_memory=MEMORY_BYTES)
+        with self.environment():
+            self.raylets[name] = self.cluster.add_node(
+                node_name=name, num_cpus=NUM_CPUS, object_store_memory=MEMORY_BYTES
+            )
         return name
+
+    @contextlib.contextmanager
+    def environment(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(self.cache))
+            yield
 
     def kill_raylet(self, name: str) -> None:
         """As if its machine failed: Ray ends the actors of the node when its raylet is gone."""
@@ -54,6 +66,9 @@ def ray_nodes() -> Iterator[Nodes]:
         # Ray notes the address of the last cluster below it, for all that look for one.
         patch.setenv("RAY_TMPDIR", folder)
         Path(folder, "ray").mkdir()
+        # On other machines the images would be others. What this one has compiled is as good there.
+        cache = Path(folder, "cache")
+        shutil.copytree(cache_folder(), cache / cache_folder().name, ignore=_ignore_folders)
         head = {
             "node_name": HEAD,
             "num_cpus": 1,
@@ -63,9 +78,11 @@ def ray_nodes() -> Iterator[Nodes]:
             "object_store_memory": MEMORY_BYTES,
             "temp_dir": folder,
         }
-        cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
+        cluster = cluster_utils.Cluster()
         try:
-            nodes = Nodes(cluster)
+            nodes = Nodes(cluster, cache)
+            with nodes.environment():
+                cluster.add_node(**head)
             nodes.add()
             nodes.add()
             yield nodes
@@ -73,6 +90,10 @@ def ray_nodes() -> Iterator[Nodes]:
             ray.shutdown()
             cluster.shutdown()
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _ignore_folders(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if Path(folder, name).is_dir()]
 
 
 @contextlib.contextmanager

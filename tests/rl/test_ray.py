@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -25,6 +26,8 @@ from m2forge.observe.metrics import read_metrics
 from m2forge.rl.config import RLConfig
 from m2forge.rl.eval import read_results
 from m2forge.rl.layout import Layout, gateway_names, sampler_names
+from m2forge.sandbox.image import ImageStore
+from m2forge.sandbox.shared_images import SharedImages
 from tests.pool.test_processes import check
 from tests.rl.ray_nodes import HEAD, NUM_CPUS, Nodes, ray_nodes
 from tests.rl.ring import command_of, processes_of, started
@@ -32,6 +35,7 @@ from tests.rl.scene import make_config, make_model
 from tests.rl.test_faults import judge
 from tests.rl.test_hosts import HOSTS, LIMIT_S, Scene, check_rewards, make_scene, pids_of
 from tests.rl.test_loop import make_run, trained_steps
+from tests.sandbox.places import require
 
 NUM_FAULTS = 50
 RESUME_S = 60.0
@@ -140,6 +144,33 @@ def test_a_trainer_has_ranks_on_two_nodes_and_outlives_one(nodes: Nodes, tmp_pat
     assert trained_steps(config, layout.run_dir) == sorted([1, 2] * config.curriculum.batch_groups)
     assert [step.step for step in read_metrics(layout.run_dir / "metrics.jsonl")] == [1, 2]
     nodes.add()
+
+
+def test_hosts_fetch_images_from_the_folder_of_the_run(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require("namespace")
+    files = tmp_path / "files" / "opt" / "agent"
+    files.mkdir(parents=True)
+    shutil.copy(Path(__file__).with_name("shell_agent.py"), files / "agent.py")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    ImageStore().build("tools", [str(tmp_path / "files")])
+    scene = make_scene(tmp_path, agent_hosts=1, num_steps=1)
+    agent = scene.config.agent.model_dump(mode="json", exclude_unset=True, exclude_none=True) | {
+        "kind": "command",
+        "command": [sys.executable, "/opt/agent/agent.py", "{model}", "{instruction}"],
+        "sandbox": {"backend": "namespace", "layers": ["tools"], "timeout_s": 600.0},
+    }
+    on_ray(scene, nodes, agent=agent)
+    with scene.pool:
+        with started(scene.command, scene.log) as loop:
+            assert loop.wait(LIMIT_S) == 0, scene.log.read_text()[-3000:]
+        wait_until_gone(scene.layout.run_dir)
+        rows = [row for row in scene.rows() if row.reward is not None]
+        assert len(rows) >= scene.config.curriculum.batch_groups * scene.config.group_size
+    assert SharedImages(scene.layout.images).names == ["tools"]
+    (layer,) = scene.layout.images.joinpath("layers").iterdir()
+    assert (nodes.cache / "m2forge" / "images" / "layers" / layer.name / "opt" / "agent" / "agent.py").is_file()
 
 
 @pytest.mark.long

@@ -63,7 +63,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         "weights": config.weights.model_copy(update={"sync": "collective"}),
         "cluster": config.cluster.model_copy(update={"samplers": 2}),
         "train": config.train.model_copy(
-            update={"machine": config.train.machine.model_copy(update={"mesh": MeshConfig(replicate=2)})}
+            update={"machine": config.train.machine.model_copy(update={"mesh": MeshConfig(context=2)})}
         ),
     }
     config = config.model_copy(update=changes)
@@ -94,7 +94,7 @@ def test_a_run_from_a_hub_id_writes_its_commit(ended: Ended) -> None:
 
 
 def test_the_loop_starts_the_ranks_of_the_mesh(ended: Ended) -> None:
-    assert load(RLConfig, ended.run_dir / "config.toml").train.machine.mesh.replicate == 2
+    assert load(RLConfig, ended.run_dir / "config.toml").train.machine.mesh.context == 2
     assert log_path(Layout(ended.run_dir).log, 1).is_file()
     assert not log_path(Layout(ended.run_dir).log, 2).exists()
 

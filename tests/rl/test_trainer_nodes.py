@@ -1,5 +1,6 @@
 """A leader and a follower of a trainer on two nodes, here two threads: their ranks start and end together."""
 
+import contextlib
 import queue
 import socket
 import threading
@@ -14,7 +15,7 @@ from m2forge.config import build
 from m2forge.errors import TrainingError
 from m2forge.listener import address, listen
 from m2forge.rl.config import RLConfig
-from m2forge.rl.ranks import LOST_STATUS, Nodes, follow, interface_of, lead, log_path
+from m2forge.rl.ranks import LOST_STATUS, Nodes, Peer, follow, interface_of, lead, log_path
 from tests.rl.scene import make_config, make_model
 
 KEY = "key"
@@ -112,13 +113,38 @@ def test_a_fatal_error_of_another_node_is_the_last_line(scene: Scene, capfd: pyt
     assert capfd.readouterr().err == "because\n" * 3
 
 
-def test_a_follower_that_starts_again_ends_the_others(scene: Scene) -> None:
+def test_a_follower_that_starts_again_ends_the_others(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     scene.follower.start()
     leader = scene.lead()
     scene.wait_for_ranks(0)
     again = threading.Thread(target=scene.follow, daemon=True)
     again.start()
     assert leader.get(timeout=LIMIT_S) == LOST_STATUS
+    assert "the trainer's node 1 has started again" in caplog.text
+
+
+def test_a_node_that_is_lost_is_named(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    leader = scene.lead()
+    with socket.create_connection(scene.listener.getsockname()) as connection:
+        connection.sendall(b'{"key": "key", "index": 1, "num_ranks": 1}\n')
+        assert b"port" in connection.recv(100)
+    assert leader.get(timeout=LIMIT_S) == LOST_STATUS
+    assert "node 1 of the trainer is lost" in caplog.text
+
+
+def test_a_dripping_message_is_not_waited_for(scene: Scene) -> None:
+    theirs = socket.create_connection(scene.listener.getsockname())
+    ours, _ = scene.listener.accept()
+
+    def drip() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                theirs.send(b"x")
+                time.sleep(0.02)
+
+    threading.Thread(target=drip, daemon=True).start()
+    with theirs, ours:
+        assert Peer(ours).read(0.2) is None
 
 
 def test_a_connection_without_the_key_is_no_follower(scene: Scene) -> None:
@@ -146,6 +172,7 @@ def test_nodes_with_other_numbers_of_gpus_are_refused(scene: Scene) -> None:
 def test_the_interface_of_an_address_is_known() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("203.0.113.7") is None
+    assert interface_of("::1") is None
 
 
 @pytest.mark.parametrize(("mesh", "num_nodes"), [({}, 2), ({"replicate": 2, "shard": 2}, 3)])
