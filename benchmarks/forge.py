@@ -8,6 +8,7 @@ the clock that began with the command. `forge_split.py` says what counts as work
 
     python benchmarks/forge.py --folder DIR --prepare      import and fine-tune, into DIR
     python benchmarks/forge.py --folder DIR [--json]       the run, which makes the model first if it is not there
+    python benchmarks/forge.py --folder DIR --rate         attempts per second, with and without agent hosts
     python benchmarks/forge.py --quick                     a random network of one layer, three steps: that it runs
 """
 
@@ -20,13 +21,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 from forge_model import SIZES, Shown, make_model, make_random
+from forge_rate import rates
 from forge_split import device_split, print_device_split, print_trainer_split
 from forge_watch import ROOT, Watched, run
 from report import Bar, arguments, finish, print_table
 
 from m2forge.rl.eval import EvalResult
 
-CONFIG = ROOT / "configs" / "rl" / "smollm2-gym.toml"
+NAME = "smollm2-gym"
+CONFIG = ROOT / "configs" / "rl" / f"{NAME}.toml"
 AGENT = ROOT / "examples" / "task_agent.py"
 FAMILIES = (Shown("reasoning-gym:family_relationships", (0, 2), (0, 2), 5), Shown("chain", (1, 4), (1, 2), 2))
 LIMIT_S = 600.0
@@ -65,8 +68,11 @@ def main() -> None:
             return
         sets = [f"model={model}", f"agent.command={json.dumps([sys.executable, str(AGENT)])}"]
         sets += [*(QUICK if options.quick else ()), *options.set]
-        watched = run(CONFIG, folder, "smollm2-gym", sets, options.limit_s, lambda start: options.quick or fits(start))
-        bars = report(watched, options)
+        if options.rate:
+            bars = rates(folder, sets, options.limit_s)
+        else:
+            watched = run(CONFIG, folder, NAME, sets, options.limit_s, lambda start: options.quick or fits(start))
+            bars = report(watched, options)
     finish(bars, options.json)
 
 
@@ -81,6 +87,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prepare", action="store_true", help="only make the model")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="the run is stopped after so long")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the run's")
+    parser.add_argument("--rate", action="store_true", help="attempts per second alone, with and without agent hosts")
     parser.add_argument("--out", type=Path, help="where the run's small files are copied")
     return parser.parse_args()
 

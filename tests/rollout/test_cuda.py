@@ -15,9 +15,10 @@ from m2forge.records import PolicyVersion, Sampling
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
 from m2forge.rollout.execution.cuda_network import FusedNetwork
+from m2forge.rollout.execution.cuda_prefill import PrefillGraphs
 from m2forge.rollout.execution.decode import Network
 from m2forge.rollout.execution.model_runner import PlainNetwork
-from m2forge.rollout.kv.paged_plan import Bundle, PagedCache, PagedPlan
+from m2forge.rollout.kv.paged_plan import Bundle, PagedCache, PagedPlan, Span, planned
 from m2forge.rollout.speculation.adaptive_depth import FixedDepth
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -66,6 +67,29 @@ def test_the_fused_network_is_the_plain_one(qk_norm: str, dtype: torch.dtype) ->
         for ours, plain in zip(*found, strict=True):
             error_N = (ours.float() - plain).norm(dim=1) / plain.norm(dim=1)
             assert float(error_N.median()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@torch.no_grad()
+def test_a_graph_prefills_what_the_network_does(dtype: torch.dtype) -> None:
+    model, device = network(CONFIG, dtype), torch.device("cuda")
+    caches = [PagedCache(CONFIG, 200, 8, device, dtype) for _ in range(2)]
+    networks = [FusedNetwork(model, cache) for cache in caches]
+    graphs = PrefillGraphs(networks[0], caches[0], CONFIG)
+    rng = np.random.default_rng(0)
+    for _ in range(12):
+        blocks = rng.permutation(200).reshape(20, 10)
+        sizes = np.sort(np.concatenate((np.ones(int(rng.integers(1, 14)), int), rng.integers(2, 60, 3))))
+        spans = [Span(int(rng.integers(0, 20)), int(num), blocks[index]) for index, num in enumerate(sizes)]
+        tokens = rng.integers(0, CONFIG.vocab_size, int(sizes.sum())).tolist()
+        _, expected_ND, _ = networks[1].main(torch.tensor(tokens, device=device), planned(caches[1], spans))
+        found = graphs.run(tokens, spans)
+        if found is None:
+            networks[0].main(torch.tensor(tokens, device=device), planned(caches[0], spans))
+        else:
+            error_N = (found[0].float() - expected_ND.float()).norm(dim=1) / expected_ND.float().norm(dim=1)
+            assert float(error_N.median()) < TOLERANCE[dtype]
+    assert graphs.num_captured
 
 
 def complete(core: Core, prompts: list[Prompt]) -> dict[tuple[int, int], tuple[list[int], list[float]]]:

@@ -42,6 +42,7 @@ from m2forge.observe.log import warn_once
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.execution import cuda_network
 from m2forge.rollout.execution.cuda_decode import DecodeGraphs, FusedDecoder
+from m2forge.rollout.execution.cuda_prefill import PrefillGraphs
 from m2forge.rollout.execution.decode import NUM_FIELDS, Decoder, Network, Shape
 from m2forge.rollout.execution.sampler import Row, Stream, draw, uniforms
 from m2forge.rollout.kv.paged_plan import PagedCache, PagedPlan, Span, arranged, planned
@@ -271,6 +272,9 @@ class Runner:
         self._most_steps = config.steps_per_sync
         self.multi_step = is_fused and cuda_network.is_capturable(model)
         """Whether `decode` is faster than the separate calls."""
+        # Of a network with MTP modules they would be a part of the step, and drafts of the spans.
+        has_graphs = self.multi_step and not self.num_modules
+        self._prefill = PrefillGraphs(self._network, self.cache, model.config) if has_graphs else None
         reason = cuda_network.slow_reason(model.config, weight.device.type, weight.dtype, config.block_tokens)
         if reason is not None and weight.dtype != torch.float64:
             warn_once(_log, reason)
@@ -278,7 +282,8 @@ class Runner:
     @property
     def num_captured(self) -> int:
         """Number of captured CUDA graphs; it grows in a step that spent time on a capture."""
-        return self._step.num_captured if isinstance(self._step, DecodeGraphs) else 0
+        num_captured = self._step.num_captured if isinstance(self._step, DecodeGraphs) else 0
+        return num_captured + (0 if self._prefill is None else self._prefill.num_captured)
 
     def copy(self, copies: Sequence[Copy]) -> None:
         self.cache.copy(copies)
@@ -323,6 +328,8 @@ class Runner:
     def main(self, tokens: Sequence[int], spans: Sequence[Span]) -> tuple[Tensor, Tensor | None]:
         """Runs the main model over `tokens`, whose `spans` are in the order of `arranged`; returns the LM head's input
         and the experts."""
+        if self._prefill is not None and (found := self._prefill.run(tokens, spans)) is not None:
+            return found
         plan = planned(self.cache, spans)
         state_ND, hidden_ND, experts_NLK = self._network.main(self._to_device(tokens), plan)
         if self.num_modules:

@@ -186,6 +186,9 @@ def _is_address(name: str) -> bool:
 
 T = TypeVar("T")
 
+MOST_CHUNKS_PER_S = 4000.0
+"""Of all responses together: each send takes the interpreter from the engine's thread. With more open responses one
+sends the tokens of several steps at once."""
 EVENT_STREAM, LINES = "text/event-stream", "application/x-ndjson"
 CLIENT_CLOSED_REQUEST = 499
 """Logged status of a response to a client that has disconnected."""
@@ -238,6 +241,7 @@ def make_server(app: ASGIApp) -> uvicorn.Server:
 class _Service:
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self._engine, self._config, self._counts = engine, config, ServerCounts()
+        self._num_streams = 0
 
     async def generate(self, request: Request) -> Response:
         started_s = time.monotonic()
@@ -281,18 +285,21 @@ class _Service:
 
     async def _stream(self, first: Chunk, chunks: AsyncGenerator[Chunk, None], line: str) -> AsyncIterator[str]:
         outcome = Outcome.HUNG_UP
+        self._num_streams += 1
         try:
             async with contextlib.aclosing(chunks):
-                self._counts.note_chunk(first)
-                yield line.format(json.dumps(wire.write_chunk(first)))
-                async for chunk in chunks:
+                async for chunk in _after(first, chunks):
                     self._counts.note_chunk(chunk)
                     yield line.format(json.dumps(wire.write_chunk(chunk)))
+                    if chunk.finish_reason is None:
+                        # The engine merges what it samples meanwhile.
+                        await asyncio.sleep(self._num_streams / MOST_CHUNKS_PER_S)
             outcome = Outcome.ANSWERED
         except M2ForgeError as error:
             outcome = Outcome.FAILED
             yield line.format(json.dumps(wire.write_error(error)))
         finally:
+            self._num_streams -= 1
             self._counts.note_request(outcome)
 
     async def _answer(
@@ -326,6 +333,12 @@ class _Service:
         else:
             refused = isinstance(error, M2ForgeError | HTTPException) and not isinstance(error, EngineError)
             self._counts.note_request(Outcome.REFUSED if refused else Outcome.FAILED)
+
+
+async def _after(first: Chunk, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+    yield first
+    async for chunk in chunks:
+        yield chunk
 
 
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
