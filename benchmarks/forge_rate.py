@@ -6,6 +6,7 @@ processor time of each kind of process.
 """
 
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +29,7 @@ CONFIG = ROOT / "configs" / "rl" / f"{NAME}.toml"
 LAYOUTS = {
     "1": ("cluster.samplers=1","cluster.agent_hosts=4", "cluster.gateways=4", "agent.num_workers=3"),
     "2": ("cluster.samplers=2","cluster.agent_hosts=4", "cluster.gateways=4", "agent.num_workers=3","agent.jobs_per_worker=48"),
+    "3": ("cluster.samplers=3","cluster.agent_hosts=4", "cluster.gateways=4", "agent.num_workers=3","agent.jobs_per_worker=64"),
 }
 NO_EVAL = ("eval.num_tasks=0", "eval.every_steps=0", "num_steps=100000", "train.checkpoint.every_steps=100000")
 MIN_RATIO, MIN_KERNELS = 3.0, 0.35
@@ -40,7 +42,7 @@ def rates(folder: Path, sets: Sequence[str], limit_s: float) -> list[Bar]:
         watched = run(CONFIG, folder, NAME, [*layout, *sets, *NO_EVAL], limit_s, lambda _: True)
         print(f"\n-- {title}: {' '.join(layout)}", flush=True)
         found.append(report_rate(watched))
-    before, after = found
+    before, after = found[0], found[-1]
     ratio, kernels = after[0] / before[0], after[1]
     bars = [Bar.at_least("attempts/s with agent hosts over those of the loop", ratio, MIN_RATIO)]
     return bars if kernels is None else [*bars, Bar.at_least("share of time with a kernel", kernels, MIN_KERNELS)]
@@ -56,12 +58,14 @@ def report_rate(watched: Watched) -> tuple[float, float | None]:
     print_trainer_split(watched.run_dir)
     if (split := device_split(watched)) is not None:
         print_device_split(split)
-    ended = episode_table.c.reward_total.is_not(None)
-    seconds = func.max(episode_table.c.finished_s) - func.min(episode_table.c.finished_s)
-    query = select(func.count(), func.sum(episode_table.c.num_calls), seconds).where(ended)
+    wall_s = time.time() - time.monotonic()
+    is_within = episode_table.c.finished_s.between(from_s + wall_s, to_s + wall_s)
+    query = select(func.count(), func.sum(episode_table.c.num_calls))
+    query = query.where(episode_table.c.reward_total.is_not(None), is_within)
     pool = Pool(layout.pool(config.pool), read_config(Path(config.model)).vocab_size)
     with pool, pool.database.read() as connection:
-        num_attempts, num_calls, whole_s = connection.execute(query).one()
+        num_attempts, num_calls = connection.execute(query).one()
+    whole_s = to_s - from_s
     rows = [(role, f"{cores:.2f}") for role, cores in cores_by_role(watched, from_s, to_s).items()]
     print_table("Processor cores in use", ("process", "cores"), rows)
     rate = num_attempts / whole_s

@@ -3,7 +3,8 @@
 `--part weights`: bytes and seconds of a policy version published as the elements that changed, beside a whole copy and
 beside changes with 32-bit indices. Float32 masters move by ±lr, as Adam's first steps do, and are rounded to bfloat16,
 so the share of changed elements is that of a run at this learning rate. Replicas that apply the changes to the version
-before must hold the bits of the whole copy. Then whole versions go to one and four processes (scale_weights.py).
+before must hold the bits of the whole copy. Then whole versions go to one and four processes (scale_weights.py), and
+on a GPU to a sampler that decodes (scale_weights_gpu.py).
 
 `--part walk`: see scale_walk.py.
 
@@ -39,6 +40,7 @@ from scale_pool import pool
 from scale_ring import ring
 from scale_walk import walk
 from scale_weights import publish_to_replicas
+from scale_weights_gpu import updates_on_gpu
 
 from m2forge.model.build import build
 from m2forge.model.checkpoint import fill, load_model, open_source
@@ -125,7 +127,8 @@ def weights(quick: bool) -> list[Bar]:
     columns = ("version", "elements changed", "MB", "bytes per changed element", "publish s", "apply s")
     num_parameters = sum(weight.numel() for weight in model.parameters())
     print_table(f"Policy versions of {num_parameters / 1e6:.0f}M parameters", columns, rows)
-    return [*bars, Bar.at_most("replicas that differ in a bit", num_different, 0), *publish_to_replicas(model)]
+    bars += [Bar.at_most("replicas that differ in a bit", num_different, 0), *publish_to_replicas(model)]
+    return [*bars, *updates_on_gpu()] if torch.cuda.is_available() and not quick else bars
 
 
 def timed(call: Callable[[], T]) -> tuple[float, T]:

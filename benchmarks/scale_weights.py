@@ -5,8 +5,7 @@ host memory, by broadcast while rank 0 publishes or from its files afterwards. T
 alone, in processor time of one thread; it is compared with a bare copy of as many bytes into the same network.
 
 All processes share the cores of this machine, so four receivers also take four times the processor time of one. On
-machines with more cores than processes the network or the disk would be the limit. The bars of a GPU (pause over the
-copy from host memory to it) are not measured here.
+machines with more cores than processes the network or the disk would be the limit.
 """
 
 import multiprocessing
@@ -141,5 +140,6 @@ def publish_to_replicas(model: Transformer) -> list[Bar]:
         if by_broadcast:
             bars.append(Bar.at_most(f"{name}: versions read from files", missed, 0))
     print_table("Versions to replicas", ("by", "replicas", "publish to staged s", "pause ms", "bare copy ms"), rows)
-    print("not measured: the bars of a GPU (pause over host-to-device copy, optimizer step to first token)")
+    if not torch.cuda.is_available():
+        print("not measured: the bars of a GPU (pause over host-to-device copy, optimizer step to first token)")
     return bars

@@ -30,7 +30,7 @@ from m2forge.gateway.app import GatewayApp
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.episodes.registry import Episodes
 from m2forge.gateway.http.connection import ConnectionLimits, fit_open_files, make_connection
-from m2forge.listener import LOOPBACK, address, listen
+from m2forge.listener import LOOPBACK, address, find_loop, listen
 from m2forge.protocols import Engine, ToolHost, Watched
 from m2forge.text.format import ChatFormat
 
@@ -251,7 +251,7 @@ def serve_gateway(
                 await engine.close()
 
         spare_collector()
-        with asyncio.Runner(loop_factory=_find_loop()) as runner:
+        with asyncio.Runner(loop_factory=find_loop()) as runner:
             runner.run(run(context))
 
 
@@ -271,13 +271,3 @@ async def collect_when_idle(num_running: Callable[[], int], num_prompt: Callable
         before, num_new = num_prompt(), num_prompt() - before
         if gc.get_count()[2] and not num_new and not num_running():
             gc.collect()
-
-
-def _find_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return uvloop's factory if it is installed: the loop takes half of a busy gateway's time."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    make_loop: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return make_loop

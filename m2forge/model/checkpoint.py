@@ -13,6 +13,7 @@ so that no other program misreads it.
 import json
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from m2forge.model.lora import (
     write_adapter,
     write_tensors,
 )
-from m2forge.model.manifest import NO_IMAGES, Entry, describe, write_manifest
+from m2forge.model.manifest import NO_IMAGES, NUM_THREADS, Entry, write_manifest
 from m2forge.model.safetensors_file import Written, write_index, write_rank_shards, write_shards
 from m2forge.model.tensor_source import (
     TOKEN_ID_KEYS,
@@ -61,6 +62,8 @@ from m2forge.model.transformer import Transformer
 from m2forge.text.tokenizer import TEMPLATES_FOLDER
 
 MAX_SHARD_BYTES = 5_000_000_000
+VERSION_SHARD_BYTES, MOST_VERSION_SHARDS = 1 << 28, 64
+"""Files of a policy version are written and read several at a time."""
 
 
 def open_source(path: Path, images: Mapping[str, Tensor] = NO_IMAGES) -> Source:
@@ -165,9 +168,9 @@ def write_share(
     folder: Path,
     rank: int | None = None,
     published: Mapping[str, Tensor] | None = None,
-) -> dict[str, Entry]:
+) -> list[Path]:
     """Write one rank's share of a version's tensors into `folder`, by default all of them: whole, or as they differ
-    from `published`, which hold them afterwards. Returns the entries of its files in the manifest."""
+    from `published`, which hold them afterwards. Returns its files."""
     if model.lora is not None:
         paths = [folder / ADAPTER_FILE] if tensors else []
         if tensors:
@@ -181,12 +184,14 @@ def write_share(
         def read(name: str, dtype: torch.dtype) -> Tensor:
             return tensors[name].detach()
 
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        shard_bytes = max(VERSION_SHARD_BYTES, num_bytes // MOST_VERSION_SHARDS)
         if rank is None:
-            write_shards(folder, headers, read, MAX_SHARD_BYTES)
+            write_shards(folder, headers, read, shard_bytes)
             paths = list(folder.glob("*.safetensors"))
         else:
-            paths = write_rank_shards(folder, headers, read, MAX_SHARD_BYTES, rank)
-    return {path.name: describe(path) for path in sorted(paths)}
+            paths = write_rank_shards(folder, headers, read, shard_bytes, rank)
+    return sorted(paths)
 
 
 def complete_version(
@@ -247,14 +252,22 @@ class Staged:
 
     def __init__(self, model: Transformer, source: Source, loaded: Path | None) -> None:
         self._source = source
-        self._tensors: list[tuple[Part, Tensor]] = []
+        self._tensors = dict[str, Tensor]()
+        """By their names in the network, of which one holds many of the source's."""
         if _deltas(source, loaded) is not None:
             return  # the changes are in memory
-        state = model.state_dict()
-        for name, part in public_parts(model.config):
-            weight = part.of(state[part.name])
-            staged = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.is_cuda)
-            self._tensors.append((part, staged.copy_(source.read(name, weight.dtype))))
+        state, parts = model.state_dict(), list(public_parts(model.config))
+        for part_name in dict.fromkeys(part.name for _, part in parts):
+            weight = state[part_name]
+            self._tensors[part_name] = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.is_cuda)
+
+        def stage(found: tuple[str, Part]) -> None:
+            name, part = found
+            staged = part.of(self._tensors[part.name])
+            staged.copy_(source.read(name, staged.dtype))
+
+        with ThreadPoolExecutor(NUM_THREADS if isinstance(source, FolderSource) else 1) as pool:
+            list(pool.map(stage, parts))
 
     @torch.no_grad()
     def fill(self, model: Transformer, loaded: Path | None) -> None:
@@ -263,8 +276,8 @@ class Staged:
             fill(model, self._source, loaded)
             return
         state = model.state_dict()
-        for part, staged in self._tensors:
-            part.of(state[part.name]).copy_(staged, non_blocking=True)
+        for name, staged in self._tensors.items():
+            state[name].copy_(staged, non_blocking=True)
         if model.embedding.weight.is_cuda:
             torch.cuda.synchronize(model.embedding.weight.device)
 

@@ -13,6 +13,7 @@ FP8 weights have one scale per block of 128 × 128, as in the released M2 checkp
 requested dtype.
 """
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def read_identity(folder: Path) -> tuple[ModelConfig, TokenIds]:
 
 class FolderSource:
     """See `Source`. Its files stay open and memory-mapped while it lives. A file with a digest in the manifest is
-    compared with it before the first tensor is read from it."""
+    compared with it before the first tensor is read from it. Several threads may read."""
 
     def __init__(self, folder: Path, images: Mapping[str, Tensor] = NO_IMAGES) -> None:
         """`images`: files of the folder that came by broadcast, by name."""
@@ -81,6 +82,7 @@ class FolderSource:
         found = {name: image_of(paths[name], expected, images) for name, expected in digests.items()}
         self._files = {name: found.get(name) or _open(path) for name, path in paths.items()}
         self._unchecked = {name: (paths[name], digests[name]) for name, image in found.items() if image is None}
+        self._check = threading.Lock()
         self._file_of = _locate(folder, self._files)
         self._stored: dict[str, TensorHeader] = {}
         self._problems: list[str] = []
@@ -97,9 +99,11 @@ class FolderSource:
 
     def _get(self, name: str) -> Tensor:
         file_name = self._file_of[name]
-        if (unchecked := self._unchecked.get(file_name)) is not None:
-            refuse_changed(*unchecked)
-            del self._unchecked[file_name]
+        if file_name in self._unchecked:
+            with self._check:
+                if (unchecked := self._unchecked.get(file_name)) is not None:
+                    refuse_changed(*unchecked)
+                    del self._unchecked[file_name]
         tensor: Tensor = self._files[file_name].get_tensor(name)
         return tensor
 

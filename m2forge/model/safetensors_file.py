@@ -1,21 +1,30 @@
 """Writes tensors as safetensors: one file, or shards of bounded size and an index.
 
-Shapes and dtypes are known beforehand, so the shards are planned first and written one after another: memory holds at
-most one shard.
+Shapes and dtypes are known beforehand, so the shards are planned first, and each tensor has its place in its file
+before it is read. Several threads write to several files, because one file takes one write at a time: a GPU's tensors
+are copied to host memory while those before them are written. Host memory holds a bounded part of all.
 """
 
+import contextlib
 import json
+import os
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from m2forge.files import write_atomic
 from m2forge.model.config_file import INDEX_FILE, WEIGHTS_FILE
+from m2forge.model.manifest import DTYPES, NUM_THREADS
 from m2forge.model.tensor_source import TensorHeader
+
+MOST_BYTES_IN_FLIGHT = 1 << 29
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -69,12 +78,78 @@ def _write_files(
     headers: Mapping[str, TensorHeader],
     read: Callable[[str, torch.dtype], Tensor],
 ) -> None:
-    for file_name, names in files.items():
-        tensors = {name: _taken(read, name, headers[name].dtype) for name in names}
-        save_file(tensors, folder / file_name, metadata={"format": "pt"})
-        # safetensors creates files readable only by their owner; give them the folder's permissions.
-        (folder / file_name).chmod(folder.stat().st_mode & 0o666)
-        del tensors
+    names = list(files)
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        for first in range(0, len(names), NUM_THREADS):
+            together = names[first : first + NUM_THREADS]
+            _write_together(folder, {name: files[name] for name in together}, headers, read, pool)
+
+
+def _write_together(
+    folder: Path,
+    files: Mapping[str, list[str]],
+    headers: Mapping[str, TensorHeader],
+    read: Callable[[str, torch.dtype], Tensor],
+    pool: ThreadPoolExecutor,
+) -> None:
+    in_flight, num_bytes = deque[tuple[Future[None], int]](), 0
+    with contextlib.ExitStack() as stack:
+        places: list[list[tuple[str, int, int]]] = []
+        for file_name, names in files.items():
+            file = stack.enter_context((folder / file_name).open("wb"))
+            (folder / file_name).chmod(folder.stat().st_mode & 0o666)
+            starts = _begin(file.fileno(), {name: headers[name] for name in names})
+            places.append([(name, file.fileno(), start) for name, start in starts.items()])
+        for name, descriptor, start in filter(None, chain.from_iterable(zip_longest(*places))):
+            host, is_ready = _to_host(read(name, headers[name].dtype), headers[name].dtype)
+            in_flight.append((pool.submit(_put, descriptor, host, is_ready, start), host.nbytes))
+            num_bytes += host.nbytes
+            while num_bytes > MOST_BYTES_IN_FLIGHT:
+                written, size = in_flight.popleft()
+                written.result()
+                num_bytes -= size
+        for written, _ in in_flight:
+            written.result()
+
+
+def _begin(descriptor: int, headers: Mapping[str, TensorHeader]) -> dict[str, int]:
+    """Write the header, and give the file its size; returns where the bytes of each tensor begin."""
+    # As other writers of the format order them, which keeps every tensor aligned.
+    names = sorted(headers, key=lambda name: (-headers[name].dtype.itemsize, name))
+    slices: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    starts, end = dict[str, int](), 0
+    for name in names:
+        header, starts[name] = headers[name], end
+        end += _num_bytes(header)
+        offsets = [starts[name], end]
+        slices[name] = {"dtype": _NAMES[header.dtype], "shape": list(header.shape), "data_offsets": offsets}
+    head = json.dumps(slices, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    head = len(head).to_bytes(8, "little") + head
+    os.pwrite(descriptor, head, 0)
+    os.truncate(descriptor, len(head) + end)
+    return {name: len(head) + start for name, start in starts.items()}
+
+
+def _to_host(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, torch.cuda.Event | None]:
+    """The tensor in host memory once the event has happened."""
+    tensor = tensor.detach().to(dtype).contiguous()
+    if not tensor.is_cuda:
+        return tensor.cpu(), None
+    host = torch.empty(tensor.shape, dtype=dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return host, event
+
+
+def _put(descriptor: int, host: Tensor, is_ready: torch.cuda.Event | None, start: int) -> None:
+    if is_ready is not None:
+        is_ready.synchronize()
+    content = host.reshape(-1).view(torch.uint8).numpy().data
+    while len(content):
+        num_written = os.pwrite(descriptor, content, start)
+        content, start = content[num_written:], start + num_written
 
 
 def plan_shards(headers: Mapping[str, TensorHeader], max_shard_bytes: int) -> list[list[str]]:
@@ -89,10 +164,6 @@ def plan_shards(headers: Mapping[str, TensorHeader], max_shard_bytes: int) -> li
         shards[-1].append(name)
         room -= size
     return shards
-
-
-def _taken(read: Callable[[str, torch.dtype], Tensor], name: str, dtype: torch.dtype) -> Tensor:
-    return read(name, dtype).to("cpu", dtype).contiguous()
 
 
 def _num_bytes(header: TensorHeader) -> int:

@@ -19,6 +19,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,19 +106,23 @@ class WeightStore:
         """Write and commit a version; returns the folder that it changes, None for a whole one."""
         # Only a trainer, which publishes, needs torch: importing it would take the RL loop seconds.
         from m2forge.model.checkpoint import complete_version, public_tensors, write_share
+        from m2forge.model.manifest import describe
 
         partial, tensors = _partial(dest), public_tensors(model) if share is None else share.tensors
         has_base = self._base is not None and self._num_deltas + 1 < self._anchor_every
         base: str | None = self._exchange(share, lambda: self._base if has_base else None)
         published, self._published, self._base = self._published, {}, None  # None while a version is being written
         rank = None if share is None else share.rank
-        entries = write_share(model, tensors, partial, rank, None if base is None else published)
+        paths = write_share(model, tensors, partial, rank, None if base is None else published)
         if base is None and self._anchor_every > 1:
             published = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
         self._published = published
+        with ThreadPoolExecutor(1) as pool:
+            described = pool.submit(lambda: {path.name: describe(path) for path in paths})
+            if send is not None:
+                send(self._version_of(dest), [paths] if share is None else share.exchange(paths))
+            entries = described.result()
         by_rank = [entries] if share is None else share.exchange(entries)
-        if send is not None:
-            send(self._version_of(dest), [[partial / name for name in found] for found in by_rank])
         if share is None or share.rank == 0:
             files = {name: entry for found in by_rank for name, entry in found.items()}
             complete_version(model, partial, files, base, self._companions)

@@ -17,12 +17,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from m2forge.errors import CheckpointError, ExistsError, M2ForgeError
-from m2forge.model import safetensors_file as shard
 from m2forge.model.architecture import to_public
 from m2forge.model.build import build
 from m2forge.model.checkpoint import load_model, save_model
 from m2forge.model.config import FamilyName, ModelConfig, WindowConfig
 from m2forge.model.preset import PRESETS
+from m2forge.model.safetensors_file import write_shards
+from m2forge.model.tensor_source import TensorHeader
 from m2forge.model.transformer import Transformer
 from tests.conftest import FEW_CASES
 from tests.forked import start
@@ -302,19 +303,33 @@ def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_failing_save_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saves = []
+    files, write = set[int](), os.pwrite
 
-    def fail_on_second(tensors: object, path: Path, metadata: object) -> None:
-        saves.append(path)
-        if len(saves) == 2:
+    def fail_in_second(descriptor: int, content: bytes, start: int) -> int:
+        files.add(os.fstat(descriptor).st_ino)
+        if len(files) >= 2 and start:
             raise OSError("disk full")
-        path.write_bytes(b"x")
+        return write(descriptor, content, start)
 
-    monkeypatch.setattr(shard, "save_file", fail_on_second)
+    monkeypatch.setattr(os, "pwrite", fail_in_second)
     with pytest.raises(OSError, match="disk full"):
         save_model(small_model(), tmp_path / "m", max_shard_bytes=1_000_000)
-    assert len(saves) == 2
+    assert len(files) >= 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_written_files_are_those_of_the_format(tmp_path: Path) -> None:
+    tensors = {
+        "odd": torch.arange(3, dtype=torch.bfloat16),
+        "wide": torch.randn(2, 5, dtype=torch.float64),
+        "none": torch.zeros(0, 4),
+        "turned": torch.randn(4, 3).T,
+    }
+    headers = {name: TensorHeader(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    write_shards(tmp_path, headers, lambda name, _: tensors[name], 1 << 30)
+    read = load_file(tmp_path / "model.safetensors")
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
 
 
 def test_an_occupied_destination_is_refused_untouched(saved: Path, tmp_path: Path) -> None:
@@ -326,16 +341,15 @@ def test_an_occupied_destination_is_refused_untouched(saved: Path, tmp_path: Pat
 
 def save_and_die(folder: Path) -> None:
     """Killed while the third shard is written."""
-    num_saved = 0
+    files, write = set[int](), os.pwrite
 
-    def save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
-        nonlocal num_saved
-        num_saved += 1
-        if num_saved == 3:
+    def save(descriptor: int, content: bytes, start: int) -> int:
+        files.add(os.fstat(descriptor).st_ino)
+        if len(files) >= 3 and start:
             os.kill(os.getpid(), signal.SIGKILL)
-        save_file(tensors, path, metadata)
+        return write(descriptor, content, start)
 
-    setattr(shard, "save_file", save)  # noqa: B010  (in a process of its own)
+    setattr(os, "pwrite", save)  # noqa: B010  (in a process of its own)
     save_model(build(PRESETS["m2-nano"]), folder, max_shard_bytes=10**6)
 
 

@@ -29,9 +29,9 @@ TILE_TOKENS = 32
 MOST_ROWS = 16384
 LAYER_LAUNCH_S, FLOPS = 1e-3, 4e14
 """About what the launches of a layer take, and the rate of matrix products on a large GPU."""
-MOST_PADDING = 2
-"""A captured graph serves shapes that need no fewer than this fraction of its rows."""
-PATIENCE, PATIENCE_WITH_LARGER = 3, 24
+MOST_PADDING, MOST_PADDED_PART = 2, 8
+"""A captured graph serves a shape if it has at most so many times its rows, or this part of `most_rows`."""
+PATIENCE, PATIENCE_WITH_LARGER = 1, 24
 """Steps of a shape before it gets its own graph: which run without one, or in a larger one."""
 LEAST_BLOCKS = 32
 Integers = npt.NDArray[np.int64]
@@ -171,8 +171,8 @@ class PrefillGraphs:
             return None
         if wanted in self._captured:
             return wanted
-        most_rows = MOST_PADDING * wanted.num_rows
-        larger = [shape for shape in self._captured if shape.holds(wanted) and shape.num_rows <= most_rows]
+        most = max(MOST_PADDING * wanted.num_rows, self._most_rows // MOST_PADDED_PART)
+        larger = [shape for shape in self._captured if shape.holds(wanted) and shape.num_rows <= most]
         self._num_missed[wanted] += 1
         if self._num_missed[wanted] > (PATIENCE_WITH_LARGER if larger else PATIENCE):
             return wanted

@@ -67,9 +67,15 @@ class PagedCache:
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copies blocks in order: a later copy may overwrite a block that an earlier one has read."""
-        for source, target in copies:
+        if not copies:
+            return
+        sources, targets = (list(blocks) for blocks in zip(*copies, strict=True))
+        # All are read before any is written.
+        is_one = len({*targets}) == len(targets) and not {*targets[:-1]} & {*sources[1:]}
+        for source, target in [(sources, targets)] if is_one else [([s], [t]) for s, t in copies]:
+            source_C, target_C = torch.tensor([source, target], device=self.device)
             for x in (self.k_YPTGK, self.v_YPTGK, self.state_MPTD):
-                x[:, target] = x[:, source]
+                x.index_copy_(1, target_C, x.index_select(1, source_C))
 
     def zero(self) -> None:
         for x in (self.k_YPTGK, self.v_YPTGK, self.state_MPTD):

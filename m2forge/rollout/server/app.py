@@ -26,6 +26,7 @@ import ipaddress
 import json
 import logging
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
@@ -43,7 +44,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from m2forge.errors import EngineError, M2ForgeError, RequestError
-from m2forge.listener import LOOPBACK, address, host_name, listen
+from m2forge.listener import LOOPBACK, address, find_loop, host_name, listen
 from m2forge.observe.prometheus import TEXT_TYPE, Metric, counter, gauge, labels, metrics_text, summary
 from m2forge.protocols import Chunk, Engine, EngineState
 from m2forge.records import JsonValue
@@ -186,6 +187,9 @@ def _is_address(name: str) -> bool:
 
 T = TypeVar("T")
 
+SWITCH_S = 0.0005
+"""How long a thread that computes keeps the interpreter from one that waits for it: the engine's thread computes
+always, and every request and send waits for it several times."""
 MOST_CHUNKS_PER_S = 4000.0
 """Of all responses together: each send takes the interpreter from the engine's thread. With more open responses one
 sends the tokens of several steps at once."""
@@ -404,4 +408,6 @@ def serve_engine(
             watching.cancel()
             await engine.close()
 
-    asyncio.run(run())
+    sys.setswitchinterval(SWITCH_S)
+    with asyncio.Runner(loop_factory=find_loop()) as runner:
+        runner.run(run())

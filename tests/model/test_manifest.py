@@ -1,0 +1,44 @@
+"""A digest is of every byte, whichever way the bytes come."""
+
+import hashlib
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from m2forge.errors import CheckpointError
+from m2forge.model import manifest
+from m2forge.model.manifest import digest, image_of, refuse_changed
+
+CONTENT = bytes(range(256)) * 5
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(manifest, "CHUNK_BYTES", 100)
+    path = tmp_path / "file"
+    path.write_bytes(CONTENT)
+    return path
+
+
+@pytest.mark.parametrize("index", [0, 99, 100, 1279])
+def test_a_changed_byte_is_found(path: Path, index: int, caplog: pytest.LogCaptureFixture) -> None:
+    expected = digest(path)
+    refuse_changed(path, expected)
+    changed = bytearray(CONTENT)
+    changed[index] ^= 1
+    path.write_bytes(changed)
+    with pytest.raises(CheckpointError, match="torn or was changed"):
+        refuse_changed(path, expected)
+    with caplog.at_level(logging.WARNING):
+        assert image_of(path, expected, {"file": torch.frombuffer(changed, dtype=torch.uint8)}) is None
+    assert "other bytes" in caplog.text
+
+
+def test_digests_of_whole_files_are_still_compared(path: Path) -> None:
+    whole = hashlib.blake2b(CONTENT, digest_size=16).hexdigest()
+    refuse_changed(path, whole)
+    path.write_bytes(CONTENT[:-1])
+    with pytest.raises(CheckpointError, match="torn or was changed"):
+        refuse_changed(path, whole)
