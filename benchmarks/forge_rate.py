@@ -27,9 +27,14 @@ from m2forge.train.run_dir import CONFIG_FILE
 NAME = "smollm2-gym"
 CONFIG = ROOT / "configs" / "rl" / f"{NAME}.toml"
 LAYOUTS = {
-    "1": ("cluster.samplers=1","cluster.agent_hosts=4", "cluster.gateways=4", "agent.num_workers=3"),
-    "2": ("cluster.samplers=2","cluster.agent_hosts=4", "cluster.gateways=4", "agent.num_workers=3","agent.jobs_per_worker=48"),
-    "3": ("cluster.samplers=3","cluster.agent_hosts=4", "cluster.gateways=4", "agent.num_workers=3","agent.jobs_per_worker=64"),
+    "the loop runs attempts": ("cluster.agent_hosts=0",),
+    "agent hosts run attempts": (
+        "cluster.samplers=2",
+        "cluster.agent_hosts=4",
+        "cluster.gateways=4",
+        "agent.num_workers=3",
+        "agent.jobs_per_worker=48",
+    ),
 }
 NO_EVAL = ("eval.num_tasks=0", "eval.every_steps=0", "num_steps=100000", "train.checkpoint.every_steps=100000")
 MIN_RATIO, MIN_KERNELS = 3.0, 0.35

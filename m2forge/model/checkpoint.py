@@ -267,6 +267,8 @@ class Staged:
             staged.copy_(source.read(name, staged.dtype))
 
         with ThreadPoolExecutor(NUM_THREADS if isinstance(source, FolderSource) else 1) as pool:
+            if isinstance(source, FolderSource):
+                list(pool.map(source.check, source.unchecked))
             list(pool.map(stage, parts))
 
     @torch.no_grad()

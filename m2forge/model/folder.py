@@ -82,7 +82,7 @@ class FolderSource:
         found = {name: image_of(paths[name], expected, images) for name, expected in digests.items()}
         self._files = {name: found.get(name) or _open(path) for name, path in paths.items()}
         self._unchecked = {name: (paths[name], digests[name]) for name, image in found.items() if image is None}
-        self._check = threading.Lock()
+        self._locks = {name: threading.Lock() for name in self._unchecked}
         self._file_of = _locate(folder, self._files)
         self._stored: dict[str, TensorHeader] = {}
         self._problems: list[str] = []
@@ -99,13 +99,22 @@ class FolderSource:
 
     def _get(self, name: str) -> Tensor:
         file_name = self._file_of[name]
+        self.check(file_name)
+        tensor: Tensor = self._files[file_name].get_tensor(name)
+        return tensor
+
+    @property
+    def unchecked(self) -> list[str]:
+        """Files whose digests have not been compared yet."""
+        return list(self._unchecked)
+
+    def check(self, file_name: str) -> None:
+        """Compare a file's digest, if it has one, for the first time."""
         if file_name in self._unchecked:
-            with self._check:
+            with self._locks[file_name]:
                 if (unchecked := self._unchecked.get(file_name)) is not None:
                     refuse_changed(*unchecked)
                     del self._unchecked[file_name]
-        tensor: Tensor = self._files[file_name].get_tensor(name)
-        return tensor
 
     def _add_header(self, name: str) -> None:
         view = self._files[self._file_of[name]].get_slice(name)

@@ -6,8 +6,8 @@ A slice is one tensor's bytes in a file, as the header of safetensors places the
 file when it first reads a tensor of it, so a torn or changed file is an error and never becomes weights. Folders
 without a manifest are read unchecked.
 
-A digest is `16M-` and BLAKE2b over those of the file's chunks of 16 MiB, which threads compute; one without this prefix
-is BLAKE2b of the whole file, as versions before had it.
+A digest is `xxh3-` and the 128 bits of XXH3, which finds damage as fast as memory is read; one without this prefix is
+BLAKE2b, which is twenty times slower, as versions before had it.
 """
 
 import hashlib
@@ -15,11 +15,11 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+import xxhash
 from torch import Tensor
 
 from m2forge.errors import CheckpointError
@@ -42,10 +42,9 @@ DTYPES = {
 }
 NO_IMAGES: Mapping[str, Tensor] = {}
 _log = logging.getLogger(__name__)
-DIGEST_BYTES = 16
-CHUNKED, CHUNK_BYTES = "16M-", 1 << 24
+XXH3, READ_BYTES = "xxh3-", 1 << 20
 NUM_THREADS = min(8, os.cpu_count() or 1)
-"""For digests and files: more would wait for memory."""
+"""For several files at a time: more would wait for memory."""
 _LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header."""
 
@@ -60,29 +59,22 @@ def describe(path: Path) -> Entry:
 
 
 def digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return _digest(path.stat().st_size, lambda start: os.pread(file.fileno(), CHUNK_BYTES, start))
+    return XXH3 + _digest_of(path, xxhash.xxh3_128())
 
 
-def _digest(num_bytes: int, read: Callable[[int], bytes | memoryview]) -> str:
-    """`read`: returns the chunk that begins at a byte; called by several threads."""
-    starts = range(0, num_bytes, CHUNK_BYTES)
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        chunks = b"".join(pool.map(lambda start: _blake2b(read(start)).digest(), starts))
-    return CHUNKED + _blake2b(chunks).hexdigest()
+def _digest_of(path: Path, found: "hashlib.blake2b | xxhash.xxh3_128") -> str:
+    content = bytearray(READ_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(content):
+            found.update(memoryview(content)[:size])
+    return found.hexdigest()
 
 
-def _whole_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES)).hexdigest()
-
-
-def _blake2b(content: bytes | memoryview) -> "hashlib.blake2b":
-    return hashlib.blake2b(content, digest_size=DIGEST_BYTES)
-
-
-def _is_chunked(expected: object) -> bool:
-    return isinstance(expected, str) and expected.startswith(CHUNKED)
+def _is_digest(expected: object, digest_of: Callable[["hashlib.blake2b | xxhash.xxh3_128"], str]) -> bool:
+    """Whether a digest is the expected one, by whichever function that is."""
+    if isinstance(expected, str) and expected.startswith(XXH3):
+        return XXH3 + digest_of(xxhash.xxh3_128()) == expected
+    return digest_of(hashlib.blake2b(digest_size=16)) == expected
 
 
 def write_manifest(folder: Path, files: Mapping[str, Entry]) -> None:
@@ -103,8 +95,7 @@ def refuse_changed(path: Path, expected: object) -> None:
     """Raise a CheckpointError unless the file has this digest."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing, which {MANIFEST_FILE} names; copy the folder again")
-    found = digest(path) if _is_chunked(expected) else _whole_digest(path)
-    if found != expected:
+    if not _is_digest(expected, lambda found: _digest_of(path, found)):
         raise CheckpointError(
             f"{path} is torn or was changed: its digest is not the one that was published with it. Copy the folder "
             f"again, or remove {path.parent.parent}: a trainer that resumes publishes its version again"
@@ -153,12 +144,12 @@ def image_of(path: Path, expected: object, images: Mapping[str, Tensor]) -> Imag
     content = images.get(path.name)
     if content is None:
         return None
-    data = content.numpy().data
-    if _is_chunked(expected):
-        found = _digest(len(data), lambda start: data[start : start + CHUNK_BYTES])
-    else:
-        found = _blake2b(data).hexdigest()
-    if found != expected:
+
+    def digest_of(found: "hashlib.blake2b | xxhash.xxh3_128") -> str:
+        found.update(content.numpy().data)
+        return found.hexdigest()
+
+    if not _is_digest(expected, digest_of):
         _log.warning("%s: the broadcast brought other bytes than the manifest states; reading the file", path)
         return None
     return Image(content)

@@ -106,7 +106,7 @@ class WeightStore:
         """Write and commit a version; returns the folder that it changes, None for a whole one."""
         # Only a trainer, which publishes, needs torch: importing it would take the RL loop seconds.
         from m2forge.model.checkpoint import complete_version, public_tensors, write_share
-        from m2forge.model.manifest import describe
+        from m2forge.model.manifest import NUM_THREADS, describe
 
         partial, tensors = _partial(dest), public_tensors(model) if share is None else share.tensors
         has_base = self._base is not None and self._num_deltas + 1 < self._anchor_every
@@ -117,11 +117,11 @@ class WeightStore:
         if base is None and self._anchor_every > 1:
             published = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
         self._published = published
-        with ThreadPoolExecutor(1) as pool:
-            described = pool.submit(lambda: {path.name: describe(path) for path in paths})
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            described = pool.map(describe, paths)
             if send is not None:
                 send(self._version_of(dest), [paths] if share is None else share.exchange(paths))
-            entries = described.result()
+            entries = {path.name: entry for path, entry in zip(paths, described, strict=True)}
         by_rank = [entries] if share is None else share.exchange(entries)
         if share is None or share.rank == 0:
             files = {name: entry for found in by_rank for name, entry in found.items()}

@@ -16,7 +16,7 @@ CONTENT = bytes(range(256)) * 5
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(manifest, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(manifest, "READ_BYTES", 100)
     path = tmp_path / "file"
     path.write_bytes(CONTENT)
     return path
