@@ -33,6 +33,7 @@ os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
 import argparse
 import json
 import random
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -312,7 +313,8 @@ class Demo:
         print(f"window     groups at most {lag:.0f} positions out of order, {staleness:.0f} versions old")
         print(f"trainer    {trained_s:.0f} s training, {waited_s:.0f} s waiting for agents")
         print(f"seconds    {stages}: {total_s:.0f} in all")
-        print(f"look       open {report}, or `m2forge page {run}`")
+        command = "m2forge" if shutil.which("m2forge") else f"{os.path.relpath(sys.executable)} -m m2forge"
+        print(f"look       open {report}, or `{command} page {run}`")
 
 
 def mean(steps: list[dict[str, float]], name: str) -> float:

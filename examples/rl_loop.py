@@ -123,9 +123,8 @@ def learn(model: Transformer, optimizer: Optimizer, trees: Sequence[TokenTree], 
 
 def train(folder: Path, family: Family, levels: tuple[int, int], lr: float, seed: int) -> Iterator[float]:
     """Yields the mean reward of each step's rollouts, once the policy has learnt from them."""
-    model = load_model(folder)
+    model, core = load_model(folder), Core(load_model(folder), RolloutConfig(seed=seed), PolicyVersion("rl_loop", 0))
     optimizer = Optimizer(model, OPTIMIZER)
-    core = Core(load_model(folder), RolloutConfig(seed=seed), PolicyVersion("rl_loop", 0))
     chat, tasks = make_format("auto", load_tokenizer(folder)), TaskSet(family, "train", seed)
     for step in itertools.count(1):
         drawn = [tasks.next(*levels) for _ in range(NUM_GROUPS)]
@@ -144,6 +143,7 @@ if __name__ == "__main__":
     parser.add_argument("--levels", type=int, nargs=2, default=(1, 3), help="lowest and highest difficulty")
     parser.add_argument("--steps", type=int, default=32)
     args = parser.parse_args()
+    torch.set_num_threads(1)  # For a small network a second thread saves little, and on a busy machine it costs a lot.
     rewards = train(args.model, find_family(args.family), tuple(args.levels), lr=5e-4, seed=0)
     for step, reward in enumerate(itertools.islice(rewards, args.steps), 1):
         print(f"step {step}  reward {reward:.3f}", flush=True)

@@ -106,7 +106,7 @@ class RayPlan:
         has = "; ".join(f"{_label(node)}: {_listed(node['Resources'])}" for node in nodes)
         return (
             f"cluster.ray: the Ray cluster has no room for {name}. The run requests {asked}. The nodes have {has}. Add "
-            "nodes, end other jobs there, or request less"
+            "nodes, end other jobs there, or request less by cluster.ray.cpus"
         )
 
 

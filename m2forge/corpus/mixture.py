@@ -73,7 +73,8 @@ def set_shares(
     long_domains = [domain for domain in wished if (Kind.LONG, domain) in sets] if long_share > 0 else []
     if long_share > 0 and not long_domains:
         raise ConfigError(
-            f"long_share is {long_share} and the corpus has no long samples; build it with some, or set 0"
+            f"long_share is {long_share} and the corpus has no long samples; build one with a table [long], as "
+            "configs/corpus/stdlib.toml has, or set long_share to 0"
         )
     long_total = sum(wished[domain] for domain in long_domains)
     long_part = {domain: long_share * wished[domain] / long_total for domain in long_domains}

@@ -16,6 +16,7 @@ import torch
 from m2forge.errors import ConfigError, M2ForgeError, NotFoundError, suggest
 from m2forge.model.checkpoint import MAX_SHARD_BYTES, open_source, write_model
 from m2forge.model.config import FamilyName
+from m2forge.model.count import short
 from m2forge.model.gguf_file import GGUFSource
 from m2forge.model.safetensors_file import Written
 from m2forge.model.tensor_source import Source, refuse_misfits, usual_dtype
@@ -58,7 +59,7 @@ class Exchanged:
         beside = f", with {', '.join(self.companions)}" if self.companions else ", no tokenizer"
         return (
             f"wrote {self.dest}: {self.family}, {self.num_layers} layers, {w.num_tensors} tensors, "
-            f"{w.num_bytes / 1e9:.2f} GB of {self.dtype} in {files}{beside}"
+            f"{short(w.num_bytes, 'KMGT')}B of {self.dtype} in {files}{beside}"
         )
 
 

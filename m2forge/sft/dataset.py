@@ -42,6 +42,7 @@ from m2forge.sft.trajectory import Trajectory
 from m2forge.sft.trajectory_store import META, Store, StoreWriter
 from m2forge.text.format import ChatFormat, Rendered
 from m2forge.text.message import Message, Tool, ToolCall
+from m2forge.train.run_dir import make_private
 
 _KIND_OF: dict[str, Literal["jsonl", "atif", "parquet", "arrow"]] = {
     ".jsonl": "jsonl",
@@ -286,13 +287,14 @@ _PROBE = (
 def prepare(
     config: SFTDataConfig, chat_format: ChatFormat, folder: Path, seed: int, selection: Selection | None = None
 ) -> Store:
-    """Encode the sources into `folder`, or open it if they are encoded already. `selection`: the trajectories to use;
-    None: all."""
+    """Encode the sources into `folder`, in a run's directory, or open it if they are encoded already. `selection`: the
+    trajectories to use; None: all."""
     key = _key(config, chat_format, seed, selection)
     store = Store.open_if_current(folder, key)
     if store is None:
         if (folder / META).is_file():
             _remove(folder)
+        make_private(folder.parent)
         with staged_folder(folder) as partial:
             _Preparation(config, chat_format, partial, seed, selection).run(key)
         store = Store(folder)

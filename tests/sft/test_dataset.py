@@ -1,6 +1,8 @@
 """From files to a store: what is counted, what strict refuses, when the work is done again."""
 
 import logging
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from m2forge.sft.trajectory_store import SFTReader, Store
 from m2forge.text.format import MINIMAX_M2_SPECIALS, make_format
 from m2forge.text.message import Message
 from m2forge.text.tokenizer import train_tokenizer
+from m2forge.train.run_dir import hold_run
 from tests.sft.sample import GOOD, chat_format, write_lines
 from tests.text.draw import with_chat_template
 
@@ -69,6 +72,18 @@ def test_strict_takes_what_is_merely_long(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [talk("a", "b", "c" * 200, "d")])
     store = prepare(configure(path, strict=True, context=100), chat_format(), tmp_path / "store", seed=0)
     assert store.report.count(Note.CUT) == 1
+
+
+def test_the_directory_of_a_new_run_is_made_private(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, run_dir = write_lines(tmp_path / "a.jsonl", [GOOD]), tmp_path / "run"
+    before = os.umask(0)
+    try:
+        prepare(configure(path), chat_format(), run_dir / "data", seed=0)
+    finally:
+        os.umask(before)
+    with hold_run(run_dir):
+        assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+    assert not caplog.records
 
 
 def test_data_without_a_trajectory_is_refused(tmp_path: Path) -> None:

@@ -198,7 +198,8 @@ def _combined(folder: TaskFolder, verdicts: Sequence[Verdict]) -> Verdict:
 
 def print_trials(trials: Sequence[Trial], rejected: Sequence[Rejected], console: Console) -> None:
     agents = list(dict.fromkeys(trial.agent for trial in trials))
-    table = Table(title=f"{len({trial.folder for trial in trials})} task folders", title_justify="left")
+    num_folders = len({trial.folder for trial in trials})
+    table = Table(title=f"{num_folders} task folder{'s' if num_folders != 1 else ''}", title_justify="left")
     table.add_column("folder")
     for agent in agents:
         table.add_column(agent, justify="right")
