@@ -2,18 +2,26 @@
 
     speed_tests.py /testbed /tests /logs/verifier
 
-The workload is a command of `instance.json`; it runs in turn in a copy of the base commit and in the repository, at
-least `NUM_PAIRS` times each, in alternating order, so that a slow moment of the machine meets both. Both trees have the
-test files of the base commit and the test patch, which are restored before and compared afterwards. The workload runs
-the tests that must go on passing, and writes JUnit's report to the path in TEST_REPORT: a run in which one of them did
-not pass makes the reward 0. What counts is CPU time of the command with its children. The repository is faster if
+The workload is a command of `instance.json`; it runs in turn in a copy of the base commit and in the repository, in
+alternating order, so that a slow moment of the machine meets both. Both trees have the test files of the base commit
+and the test patch, which are restored before and compared afterwards. The workload runs the tests that must go on
+passing, and writes JUnit's report to the path in TEST_REPORT: a run in which one of them did not pass makes the reward
+0. What counts is CPU time of the command with its children.
 
-    the median ratio of new to base is at most MAX_RATIO, and
-    a one-sided Mann–Whitney test rejects "new is not smaller" at MAX_P
+The comparison is a group-sequential test: it looks at the times after each of `LOOKS` pairs, and measures more pairs
+only while it is undecided. Each look has the level α = MAX_P / number of looks (Bonferroni), so that all of them
+together keep MAX_P. At a look the repository is
 
-with the normal approximation of U, which is good from 20 values a side on, corrected for ties and continuity:
+    faster        if the median of new_i / base_i is at most MAX_RATIO, and
+                  a one-sided Mann–Whitney test rejects "new is not smaller" at α
+    not faster    if a sign test rejects "the median of new_i / base_i is at most MAX_RATIO" at α
 
-    U = Σ_ij [base_i > new_j] + ½ [base_i = new_j],    z = (U − mn/2 − ½) / σ
+and it is not faster if the last look decides nothing. Ratios are those of pairs, because the two runs of a pair mostly
+share the speed of the machine: where half of all runs meet a slow episode, the median of either side may be that of
+the slow runs or that of the fast ones. Mann–Whitney uses the normal approximation of U, which is good from 20 values a
+side on, corrected for ties and continuity:
+
+    U = Σ_ij [base_i > new_j] + ½ [base_i = new_j],    z = (U − n²/2 − ½) / σ
 
 It imports the standard library alone, because task folders carry a copy of this file beside that of swe_tests.py.
 """
@@ -31,17 +39,38 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-NUM_PAIRS = 20
+LOOKS = (20, 40, 60)
+"""Numbers of pairs after which the comparison may be decided."""
 MAX_RATIO, MAX_P = 0.8, 0.01
 BASE = "/tmp/base"
 VARIABLE = "TEST_REPORT"
 COMMAND_S = 120
 
 
+def decide(base_s: Sequence[float], new_s: Sequence[float]) -> bool | None:
+    """Whether the new tree is faster by these pairs of times; None if they are too few to tell."""
+    num = len(base_s)
+    if num < LOOKS[0] or len(new_s) != num:
+        raise ValueError(f"expected at least {LOOKS[0]} pairs of times, received {num} and {len(new_s)} times")
+    level = MAX_P / len(LOOKS)
+    if median_ratio(base_s, new_s) <= MAX_RATIO and p_value(base_s, new_s) < level:
+        return True
+    num_above = sum(ratio > MAX_RATIO for ratio in ratios(base_s, new_s))
+    p_above = sum(math.comb(num, k) for k in range(num_above, num + 1)) / 2**num
+    return False if p_above < level else None
+
+
 def is_faster(base_s: Sequence[float], new_s: Sequence[float]) -> bool:
-    if min(len(base_s), len(new_s)) < NUM_PAIRS:
-        raise ValueError(f"expected at least {NUM_PAIRS} times a side, received {len(base_s)} and {len(new_s)}")
-    return statistics.median(new_s) <= MAX_RATIO * statistics.median(base_s) and p_value(base_s, new_s) < MAX_P
+    return decide(base_s, new_s) is True
+
+
+def ratios(base_s: Sequence[float], new_s: Sequence[float]) -> list[float]:
+    # A clock that counts ticks reads 0 for a short run.
+    return [new / base if base > 0 else math.inf for base, new in zip(base_s, new_s, strict=True)]
+
+
+def median_ratio(base_s: Sequence[float], new_s: Sequence[float]) -> float:
+    return statistics.median(ratios(base_s, new_s))
 
 
 def p_value(base_s: Sequence[float], new_s: Sequence[float]) -> float:
@@ -67,24 +96,34 @@ def cpu_s(command: Sequence[str], folder: Path, env: Mapping[str, str]) -> float
 
 
 def measure(
-    command: Sequence[str],
-    base: Path,
-    new: Path,
-    num_pairs: int = NUM_PAIRS,
-    check: Callable[[Path], None] | None = None,
+    command: Sequence[str], base: Path, new: Path, check: Callable[[Path], None] | None = None
 ) -> tuple[list[float], list[float]]:
-    """CPU times of the command in both trees, in alternating order, after one run each that is not counted. `check`
-    raises for the report of a run that does not count."""
+    """CPU times of the command in both trees. `check` raises for the report of a run that does not count."""
     report = base.with_name(f"{base.name}.xml")
-    sides: tuple[tuple[Path, list[float]], ...] = ((base, []), (new, []))
-    for number in range(num_pairs + 1):
-        for tree, times in sides if number % 2 else reversed(sides):
-            path = os.environ.get("PYTHONPATH", "").replace(str(new), str(tree))
-            report.unlink(missing_ok=True)
-            times.append(cpu_s(command, tree, {**os.environ, "PYTHONPATH": path, VARIABLE: str(report)}))
-            if check is not None:
-                check(report)
-    return sides[0][1][1:], sides[1][1][1:]
+
+    def timed(tree: Path) -> float:
+        path = os.environ.get("PYTHONPATH", "").replace(str(new), str(tree))
+        report.unlink(missing_ok=True)
+        time_s = cpu_s(command, tree, {**os.environ, "PYTHONPATH": path, VARIABLE: str(report)})
+        if check is not None:
+            check(report)
+        return time_s
+
+    return compare(lambda: timed(base), lambda: timed(new))
+
+
+def compare(time_base: Callable[[], float], time_new: Callable[[], float]) -> tuple[list[float], list[float]]:
+    """Times of both sides, as many pairs as it takes to decide, after one run each that is not counted."""
+    base_s, new_s = list[float](), list[float]()
+    sides = ((time_base, base_s), (time_new, new_s))
+    for timed, _ in sides:
+        timed()
+    while len(base_s) < LOOKS[-1]:
+        for timed, times in sides if len(base_s) % 2 else reversed(sides):
+            times.append(timed())
+        if len(base_s) in LOOKS and decide(base_s, new_s) is not None:
+            break
+    return base_s, new_s
 
 
 def checkout(repository: Path, commit: str, patch: Path, base: Path) -> None:
@@ -132,8 +171,8 @@ def run(repository: Path, tests: Path, logs: Path) -> float:
     if digests(base, sound) != sound or digests(repository, restored) != restored:
         print("the workload has changed test files, or the base", file=sys.stderr)
         return 0.0
-    ratio = statistics.median(new_s) / statistics.median(base_s)
-    print(f"median ratio {ratio:.3f}, p = {p_value(base_s, new_s):.2g}", file=sys.stderr)
+    found = f"median ratio {median_ratio(base_s, new_s):.3f}, p = {p_value(base_s, new_s):.2g}"
+    print(f"{found}, {len(base_s)} pairs", file=sys.stderr)
     return float(is_faster(base_s, new_s))
 
 

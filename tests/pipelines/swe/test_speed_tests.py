@@ -1,5 +1,6 @@
 """Tasks of speed: when a repository is faster, and its verification."""
 
+import itertools
 import json
 import random
 import sys
@@ -8,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from m2forge.pipelines.swe import speed_tests
-from m2forge.pipelines.swe.speed_tests import is_faster, p_value
+from m2forge.pipelines.swe.speed_tests import LOOKS, compare, decide, is_faster, p_value
 from m2forge.pipelines.swe.toolchains.toolchain import TEST_PATH
 from m2forge.tasks.folders import swe_tests
 from tests.pipelines.swe import projects
 
 
 def times(generator: random.Random, mean: float) -> list[float]:
-    return [mean * generator.lognormvariate(0, 0.15) for _ in range(speed_tests.NUM_PAIRS)]
+    return [mean * generator.lognormvariate(0, 0.15) for _ in range(LOOKS[0])]
 
 
 def test_p_is_that_of_mann_and_whitney() -> None:
@@ -37,8 +38,54 @@ def test_a_significant_but_small_gain_is_not_enough() -> None:
     base, new = [1 + n / 1000 for n in range(20)], [0.85 + n / 1000 for n in range(20)]
     assert p_value(base, new) < 1e-6
     assert not is_faster(base, new)
-    with pytest.raises(ValueError, match="at least 20 times a side"):
+    with pytest.raises(ValueError, match="at least 20 pairs of times, received 20 and 5"):
         is_faster(base, new[:5])
+
+
+def compared(generator: random.Random, gain: float) -> tuple[bool, int]:
+    """Whether the gain is found, and after how many pairs, where half of all runs take twice as long: the machine is
+    slow for eight runs at a time on average."""
+    is_slow = False
+
+    def time_s(mean: float) -> float:
+        nonlocal is_slow
+        is_slow ^= generator.random() < 1 / 8
+        return mean * generator.lognormvariate(0, 0.05) * (2 if is_slow else 1)
+
+    base_s, new_s = compare(lambda: time_s(gain), lambda: time_s(1))
+    return is_faster(base_s, new_s), len(base_s)
+
+
+def test_gains_are_found_through_slow_episodes() -> None:
+    generator = random.Random(0)
+    found, num_pairs = zip(*(compared(generator, 1.5) for _ in range(200)), strict=True)
+    # By the ratio of the sides' medians after 20 pairs, 170 of them.
+    assert sum(found) == 200
+    assert set(num_pairs) <= set(LOOKS)
+    assert sum(num_pairs) / 200 < 1.5 * LOOKS[0]
+
+
+def test_repeated_looks_do_not_make_equal_trees_faster() -> None:
+    generator = random.Random(1)
+    found, num_pairs = zip(*(compared(generator, 1) for _ in range(400)), strict=True)
+    assert sum(found) == 0
+    assert sum(num_pairs) / 400 < 1.5 * LOOKS[0]
+
+
+@pytest.mark.parametrize(("gain", "num_pairs"), [(1.5, 20), (1.0, 20), (1.25, 60)])
+def test_only_what_is_undecided_is_measured_again(gain: float, num_pairs: int) -> None:
+    times_s = itertools.cycle([0.95, 1.06])
+    # At a gain of 1.25, ratios of 0.76 and 0.85 alternate.
+    base_s, new_s = compare(lambda: gain, lambda: next(times_s))
+    assert (len(base_s), len(new_s)) == (num_pairs, num_pairs)
+    assert is_faster(base_s, new_s) is (gain == 1.5)
+
+
+def test_a_look_is_stricter_than_the_whole_test() -> None:
+    base_s, new_s = [1.0] * 14 + [0.5] * 6, [0.5] * 14 + [1.0] * 6
+    assert speed_tests.MAX_P / len(LOOKS) < p_value(base_s, new_s) < speed_tests.MAX_P
+    assert decide(base_s, new_s) is None
+    assert decide(base_s * 2, new_s * 2) is True
 
 
 SLOW = "i=0; while [ $i -lt 1500 ]; do i=$((i+1)); done\n"
