@@ -14,8 +14,7 @@ from m2forge.protocols import Prompt
 from m2forge.records import PolicyVersion, Sampling
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
-from m2forge.rollout.execution.cuda_network import FusedNetwork
-from m2forge.rollout.execution.cuda_prefill import PrefillGraphs
+from m2forge.rollout.execution.cuda_network import FusedNetwork, PrefillGraphs
 from m2forge.rollout.execution.decode import Network
 from m2forge.rollout.execution.model_runner import PlainNetwork
 from m2forge.rollout.kv.paged_plan import Bundle, PagedCache, PagedPlan, Span, planned

@@ -42,7 +42,6 @@ from m2forge.observe.log import warn_once
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.execution import cuda_network
 from m2forge.rollout.execution.cuda_decode import DecodeGraphs, FusedDecoder
-from m2forge.rollout.execution.cuda_prefill import PrefillGraphs
 from m2forge.rollout.execution.decode import NUM_FIELDS, Decoder, Network, Shape
 from m2forge.rollout.execution.sampler import Row, Stream, draw, uniforms
 from m2forge.rollout.kv.paged_plan import PagedCache, PagedPlan, Span, arranged, planned
@@ -274,7 +273,7 @@ class Runner:
         """Whether `decode` is faster than the separate calls."""
         # Of a network with MTP modules they would be a part of the step, and drafts of the spans.
         has_graphs = self.multi_step and not self.num_modules
-        self._prefill = PrefillGraphs(self._network, self.cache, model.config) if has_graphs else None
+        self._prefill = cuda_network.PrefillGraphs(self._network, self.cache, model.config) if has_graphs else None
         reason = cuda_network.slow_reason(model.config, weight.device.type, weight.dtype, config.block_tokens)
         if reason is not None and weight.dtype != torch.float64:
             warn_once(_log, reason)

@@ -191,8 +191,8 @@ SWITCH_S = 0.0005
 """How long a thread that computes keeps the interpreter from one that waits for it: the engine's thread computes
 always, and every request and send waits for it several times."""
 MOST_CHUNKS_PER_S = 4000.0
-"""Of all responses together: each send takes the interpreter from the engine's thread. With more open responses one
-sends the tokens of several steps at once."""
+"""Chunks a second of all responses together: each send takes the interpreter from the engine's thread. With more open
+responses one sends the tokens of several steps at once."""
 EVENT_STREAM, LINES = "text/event-stream", "application/x-ndjson"
 CLIENT_CLOSED_REQUEST = 499
 """Logged status of a response to a client that has disconnected."""

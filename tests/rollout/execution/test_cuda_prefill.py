@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.model.build import build
-from m2forge.rollout.execution.cuda_prefill import MOST_ROWS, TILE_TOKENS, Shape, lay_out, run_laid_out, shape_of
+from m2forge.rollout.execution.cuda_network import MOST_ROWS, TILE_TOKENS, Shape, lay_out, run_laid_out, shape_of
 from m2forge.rollout.execution.model_runner import PlainNetwork
 from m2forge.rollout.kv.paged_plan import PagedCache, Span, arranged, planned
 from tests.rollout.kv.test_paged_plan import CONFIG
