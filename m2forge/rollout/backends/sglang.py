@@ -63,6 +63,7 @@ class SGLangEngine:
         """Waits for requests in flight."""
         if not folder.is_dir():
             raise NotFoundError(f"{folder} is not a folder; give a model folder that the server sees too")
+        await asyncio.to_thread(_refuse_changed, folder)
         async with self._lock.load(version):
             body: JsonValue = {"model_path": str(folder.absolute()), "weight_version": str(version.step)}
             with self._lock.changing(folder):
@@ -216,6 +217,13 @@ def _read_reason(finish: Mapping[str, Any] | None, stop_ids: tuple[int, ...]) ->
             f"{list(stop_ids)}; if it is the model's EOS token, add it to stop_ids"
         )
     return FinishReason(finish["type"])
+
+
+def _refuse_changed(folder: Path) -> None:
+    # It imports torch, which the rest of this module does not need.
+    from m2forge.model.manifest import refuse_changed_files
+
+    refuse_changed_files(folder)
 
 
 def _read_error(body: object, status: int) -> M2ForgeError:

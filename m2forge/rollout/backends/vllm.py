@@ -222,9 +222,11 @@ class VLLMEngine:
 def _refuse_broken(folder: Path) -> None:
     # These import torch, which the rest of this module does not need.
     from m2forge.model.folder import FolderSource
+    from m2forge.model.manifest import refuse_changed_files
     from m2forge.model.tensor_source import refuse_misfits
 
     refuse_misfits(FolderSource(folder))
+    refuse_changed_files(folder)
 
 
 def _is_plain(sampling: Sampling) -> bool:

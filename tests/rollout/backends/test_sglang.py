@@ -12,7 +12,8 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from m2forge.errors import EngineError, NotFoundError, RequestError
+from m2forge.errors import CheckpointError, EngineError, NotFoundError, RequestError
+from m2forge.model.manifest import digest, write_manifest
 from m2forge.protocols import Engine
 from m2forge.records import PolicyVersion, Sampling
 from m2forge.rollout.backends.sglang import SGLangEngine
@@ -172,6 +173,21 @@ def test_weights_that_the_server_does_not_take_leave_the_version(tmp_path: Path)
                 await engine.load(tmp_path, PolicyVersion("run", 1))
             assert (await engine.state()).version == START
             assert len(await complete(engine, make_prompt())) == 8
+
+    asyncio.run(run())
+
+
+def test_a_version_that_was_changed_is_not_sent(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"xx")
+    write_manifest(tmp_path, {path.name: {"num_bytes": 2, "digest": digest(path), "slices": {}}})
+    path.write_bytes(b"xy")
+
+    async def run() -> None:
+        async with behind() as engine:
+            with pytest.raises(CheckpointError, match="torn or was changed"):
+                await engine.load(tmp_path, PolicyVersion("run", 1))
+            assert (await engine.state()).version == START
 
     asyncio.run(run())
 

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from m2forge.errors import CheckpointError, EngineError, RequestError
+from m2forge.model.manifest import describe, write_manifest
 from m2forge.protocols import Engine
 from m2forge.records import PolicyVersion, Sampling
 from m2forge.rollout.backends.vllm import VLLMEngine
@@ -211,6 +212,23 @@ def test_weights_that_would_end_the_server_are_not_sent(weights: Path) -> None:
     async def run() -> None:
         async with behind(fake) as engine:
             with pytest.raises(CheckpointError, match="not a complete safetensors file"):
+                await engine.load(weights, PolicyVersion("run", 1))
+        assert fake.admin_calls == []
+
+    asyncio.run(run())
+
+
+def test_a_version_that_was_changed_is_not_sent(weights: Path) -> None:
+    path = weights / "model.safetensors"
+    write_manifest(weights, {path.name: describe(path)})
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    fake = FakeVLLM(VOCAB_SIZE, CONTEXT)
+
+    async def run() -> None:
+        async with behind(fake) as engine:
+            with pytest.raises(CheckpointError, match="torn or was changed"):
                 await engine.load(weights, PolicyVersion("run", 1))
         assert fake.admin_calls == []
 
