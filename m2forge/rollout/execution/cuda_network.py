@@ -230,7 +230,7 @@ MOST_PADDING, MOST_PADDED_PART = 2, 8
 """A captured graph serves a shape if it has at most so many times its rows, or this part of `most_rows`."""
 PATIENCE, PATIENCE_WITH_LARGER = 1, 24
 """Steps of a shape before it gets its own graph: which run without one, or in a larger one."""
-LEAST_BLOCKS = 32
+LEAST_BLOCKS, MOST_GRAPHS = 32, 64
 Integers = npt.NDArray[np.int64]
 
 
@@ -384,7 +384,8 @@ class PrefillGraphs:
         most = max(MOST_PADDING * wanted.num_rows, self._most_rows // MOST_PADDED_PART)
         larger = [shape for shape in self._captured if shape.holds(wanted) and shape.num_rows <= most]
         self._num_missed[wanted] += 1
-        if self._num_missed[wanted] > (PATIENCE_WITH_LARGER if larger else PATIENCE):
+        is_often = self._num_missed[wanted] > (PATIENCE_WITH_LARGER if larger else PATIENCE)
+        if is_often and len(self._captured) < MOST_GRAPHS:
             return wanted
         return min(larger, key=lambda shape: shape.num_rows, default=None)
 
