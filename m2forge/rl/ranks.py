@@ -176,7 +176,7 @@ class MachineRanks:
         if local is None:
             return None if None in statuses else 0
         status, rank = self._processes[local].returncode, self._share.first + local
-        if rank and status == FATAL_STATUS:
+        if rank and status == FATAL_STATUS and not self.last_line:
             lines = log_path(self._log_folder, rank).read_text(encoding="utf-8", errors="replace").splitlines()
             self.last_line = lines[-1] if lines else f"rank {rank} ended"
             print(self.last_line, file=sys.stderr, flush=True)
