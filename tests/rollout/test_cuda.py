@@ -75,7 +75,7 @@ def test_a_graph_prefills_what_the_network_does(dtype: torch.dtype) -> None:
     caches = [PagedCache(CONFIG, 200, 8, device, dtype) for _ in range(2)]
     networks = [FusedNetwork(model, cache) for cache in caches]
     graphs = PrefillGraphs(networks[0], caches[0], CONFIG)
-    rng = np.random.default_rng(0)
+    rng, num_found = np.random.default_rng(0), 0
     for _ in range(12):
         blocks = rng.permutation(200).reshape(20, 10)
         sizes = np.sort(np.concatenate((np.ones(int(rng.integers(1, 14)), int), rng.integers(2, 60, 3))))
@@ -86,9 +86,10 @@ def test_a_graph_prefills_what_the_network_does(dtype: torch.dtype) -> None:
         if found is None:
             networks[0].main(torch.tensor(tokens, device=device), planned(caches[0], spans))
         else:
+            num_found += 1
             error_N = (found[0].float() - expected_ND.float()).norm(dim=1) / expected_ND.float().norm(dim=1)
             assert float(error_N.median()) < TOLERANCE[dtype]
-    assert graphs.num_captured
+    assert num_found
 
 
 def complete(core: Core, prompts: list[Prompt]) -> dict[tuple[int, int], tuple[list[int], list[float]]]:

@@ -356,10 +356,6 @@ class PrefillGraphs:
         self._num_missed = Counter[Shape]()
         self._pool = torch.cuda.graph_pool_handle()
 
-    @property
-    def num_captured(self) -> int:
-        return len(self._captured)
-
     def run(self, tokens: Sequence[int], spans: Sequence[Span]) -> tuple[Tensor, Tensor | None] | None:
         """The LM head's input and the experts of every token; None if the step is better run without a graph."""
         shape = self._serving(shape_of(spans))

@@ -271,7 +271,7 @@ class Runner:
         self._most_steps = config.steps_per_sync
         self.multi_step = is_fused and cuda_network.is_capturable(model)
         """Whether `decode` is faster than the separate calls."""
-        # Of a network with MTP modules they would be a part of the step, and drafts of the spans.
+        # With MTP modules a step also writes their input states and runs them over the prompts, which no graph holds.
         has_graphs = self.multi_step and not self.num_modules
         self._prefill = cuda_network.PrefillGraphs(self._network, self.cache, model.config) if has_graphs else None
         reason = cuda_network.slow_reason(model.config, weight.device.type, weight.dtype, config.block_tokens)
@@ -280,9 +280,8 @@ class Runner:
 
     @property
     def num_captured(self) -> int:
-        """Number of captured CUDA graphs; it grows in a step that spent time on a capture."""
-        num_captured = self._step.num_captured if isinstance(self._step, DecodeGraphs) else 0
-        return num_captured + (0 if self._prefill is None else self._prefill.num_captured)
+        """Number of captured CUDA graphs of decode steps; it grows in a step that spent time on a capture."""
+        return self._step.num_captured if isinstance(self._step, DecodeGraphs) else 0
 
     def copy(self, copies: Sequence[Copy]) -> None:
         self.cache.copy(copies)
