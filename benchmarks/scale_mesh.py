@@ -9,6 +9,7 @@ Both alone at once, because two cores share memory bandwidth and clock, whatever
 the axis' collectives for one large tensor. Bytes are counted in the step and compared with those of `m2forge plan`.
 """
 
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -107,6 +108,7 @@ def bandwidth(axis: str, ranks: ProcessRanks) -> float:
 
 
 def run_rank(rank: int, folder: Path, pack_tokens: int, num_steps: int) -> None:
+    sys.path.append(str(Path(__file__).parent.parent))
     from tests.train.received import Received
 
     torch.set_num_threads(1)

@@ -10,6 +10,7 @@ and read by one thread), the broadcast over loopback, host to device.
 import asyncio
 import multiprocessing
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from m2forge.records import PolicyVersion, Sampling
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core, no_files
 from m2forge.rollout.engine import NativeEngine
+from m2forge.rollout.server.app import SWITCH_S
 from m2forge.weights.collective import LOCAL, Receiver, Sender, broadcast, dist, join_group
 from m2forge.weights.store import WeightStore
 
@@ -44,7 +46,8 @@ def sample(pipe: Connection, folder: Path, address: Path | None) -> None:
 
 
 async def _sample(pipe: Connection, folder: Path, address: Path | None) -> None:
-    receiver = None if address is None else Receiver(address)
+    sys.setswitchinterval(SWITCH_S)  # as a sampler's server does
+    receiver = None if address is None else Receiver(address, pinned=True)
     model = load_model(folder, device="cuda")
     config = RolloutConfig(num_blocks=2048, max_running=NUM_REQUESTS)
     take = no_files if receiver is None else receiver.take

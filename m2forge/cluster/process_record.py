@@ -7,21 +7,25 @@
 A line is written before a process starts and after it ends, and files only grow. So from the size of a file another
 process, on any machine that shares the folder, detects whether the role was restarted since its last check. The last
 URL is that of the role; it changes if the role moves to another node.
+
+    FOLDER/versions.json  {"sampler-0": 12, "sampler-1": 11}
+
+The loop writes the step of the policy version that each sampler is known to serve.
 """
 
 import contextlib
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from m2forge.errors import EngineError
-from m2forge.files import append_line, whole_lines
+from m2forge.files import append_line, whole_lines, write_atomic
 
 SUFFIX = ".jsonl"
-
-
+VERSIONS_FILE = "versions.json"
 FRESH_S = 1.0
 """Seconds for which a URL is cached before the record is read again."""
 
@@ -124,3 +128,16 @@ def _read(path: Path) -> RoleHistory:
         except (ValueError, KeyError, TypeError):
             continue
     return RoleHistory(path.name.removesuffix(SUFFIX), node, num_starts, is_running, tuple(deaths))
+
+
+def write_versions(folder: Path, steps: Mapping[str, int]) -> None:
+    """Write the step of the version that each sampler serves."""
+    write_atomic(folder / VERSIONS_FILE, json.dumps(steps))
+
+
+def read_versions(folder: Path) -> dict[str, int]:
+    """Empty if nothing can be read."""
+    try:
+        return {str(name): int(step) for name, step in json.loads((folder / VERSIONS_FILE).read_bytes()).items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from m2forge.errors import CheckpointError
 from m2forge.files import staged_folder, write_atomic
-from m2forge.model.architecture import CONFIG_KEY, Part, public_parts, to_public
+from m2forge.model.architecture import CONFIG_KEY, public_parts, to_public
 from m2forge.model.build import empty
 from m2forge.model.config import ModelConfig
 from m2forge.model.config_file import CONFIG_FILE, WEIGHTS_FILE, is_sharded_folder
@@ -64,6 +64,7 @@ from m2forge.text.tokenizer import TEMPLATES_FOLDER
 MAX_SHARD_BYTES = 5_000_000_000
 VERSION_SHARD_BYTES, MOST_VERSION_SHARDS = 1 << 28, 64
 """Files of a policy version are written and read several at a time."""
+PARTS_AT_ONCE = 32
 
 
 def open_source(path: Path, images: Mapping[str, Tensor] = NO_IMAGES) -> Source:
@@ -261,15 +262,18 @@ class Staged:
             weight = state[part_name]
             self._tensors[part_name] = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.is_cuda)
 
-        def stage(found: tuple[str, Part]) -> None:
-            name, part = found
-            staged = part.of(self._tensors[part.name])
-            staged.copy_(source.read(name, staged.dtype))
+        def stage(first: int) -> None:
+            some = parts[first : first + PARTS_AT_ONCE]
+            staged = [part.of(self._tensors[part.name]) for _, part in some]
+            # One call for many: between two, a thread waits for the interpreter, which steps of the sampler hold.
+            torch._foreach_copy_(
+                staged, [source.read(name, to.dtype) for (name, _), to in zip(some, staged, strict=True)]
+            )
 
         with ThreadPoolExecutor(NUM_THREADS if isinstance(source, FolderSource) else 1) as pool:
             if isinstance(source, FolderSource):
                 list(pool.map(source.check, source.unchecked))
-            list(pool.map(stage, parts))
+            list(pool.map(stage, range(0, len(parts), PARTS_AT_ONCE)))
 
     @torch.no_grad()
     def fill(self, model: Transformer, loaded: Path | None) -> None:

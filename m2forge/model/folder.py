@@ -15,6 +15,7 @@ requested dtype.
 
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from m2forge.model import folder as fp8
 from m2forge.model.config import ModelConfig
 from m2forge.model.config_file import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, read_public, translate, weight_map
 from m2forge.model.config_file import FP8_BLOCK as BLOCK
-from m2forge.model.manifest import NO_IMAGES, image_of, read_manifest, refuse_changed
+from m2forge.model.manifest import NO_IMAGES, NUM_THREADS, image_of, read_manifest, refuse_changed
 from m2forge.model.tensor_source import TOKEN_ID_KEYS, TensorHeader, TokenIds
 
 SCALE_SUFFIX = "_scale_inv"
@@ -79,7 +80,9 @@ class FolderSource:
         self.config, self.token_ids = read_identity(folder)
         paths = _weight_files(folder)
         digests = {name: entry["digest"] for name, entry in read_manifest(folder).items() if name in paths}
-        found = {name: image_of(paths[name], expected, images) for name, expected in digests.items()}
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            checked = pool.map(lambda name: image_of(paths[name], digests[name], images), digests)
+            found = dict(zip(digests, checked, strict=True))
         self._files = {name: found.get(name) or _open(path) for name, path in paths.items()}
         self._unchecked = {name: (paths[name], digests[name]) for name, image in found.items() if image is None}
         self._locks = {name: threading.Lock() for name in self._unchecked}

@@ -13,6 +13,7 @@ BLAKE2b, which is twenty times slower, as versions before had it.
 import hashlib
 import json
 import logging
+import mmap
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -42,7 +43,7 @@ DTYPES = {
 }
 NO_IMAGES: Mapping[str, Tensor] = {}
 _log = logging.getLogger(__name__)
-XXH3, READ_BYTES = "xxh3-", 1 << 20
+XXH3 = "xxh3-"
 NUM_THREADS = min(8, os.cpu_count() or 1)
 """For several files at a time: more would wait for memory."""
 _LENGTH_BYTES = 8
@@ -63,10 +64,11 @@ def digest(path: Path) -> str:
 
 
 def _digest_of(path: Path, found: "hashlib.blake2b | xxhash.xxh3_128") -> str:
-    content = bytearray(READ_BYTES)
-    with path.open("rb", buffering=0) as file:
-        while size := file.readinto(content):
-            found.update(memoryview(content)[:size])
+    if not path.stat().st_size:
+        return found.hexdigest()  # nothing to map
+    # At once: between two parts, a thread would wait for the interpreter, which the steps of a sampler hold.
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        found.update(content)
     return found.hexdigest()
 
 

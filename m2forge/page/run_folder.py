@@ -21,7 +21,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import cast
 
-from m2forge.cluster.process_record import read_histories
+from m2forge.cluster.process_record import read_histories, read_versions
 from m2forge.config import Config, TomlValue, current_keys
 from m2forge.errors import M2ForgeError, NotFoundError
 from m2forge.files import whole_lines
@@ -289,13 +289,15 @@ class Run:
         return {"backend": str(found.get("backend", "")), **nums}
 
     def processes(self, *, is_running: bool) -> list[JsonValue]:
-        """The run's processes: where each runs, how often it was started, and its last deaths."""
+        """The run's processes: node, the step of the version that a sampler serves, starts, and the last deaths."""
         found = read_histories(self.run_dir / PROCESSES_FOLDER)
+        versions = read_versions(self.run_dir / PROCESSES_FOLDER)
         return [
             {
                 "name": history.name,
                 "node": history.node,
                 "is_running": history.is_running and is_running,
+                "version": versions.get(history.name),
                 "num_starts": history.num_starts,
                 "num_deaths": len(history.deaths),
                 "deaths": [{"at_s": at_s, "status": status} for at_s, status in history.deaths[-MAX_DEATHS:]],

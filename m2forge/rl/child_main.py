@@ -133,7 +133,7 @@ def run_sampler(run_dir: Path, descriptor: str, name: str = SAMPLER) -> None:
         return
     from m2forge.weights.collective import Receiver
 
-    receiver = Receiver(Layout(run_dir).broadcast)
+    receiver = Receiver(Layout(run_dir).broadcast, pinned=config.engine.device != "cpu" and torch.cuda.is_available())
     try:
         serve_model(folder, serving, key, _announce, listener, receiver.take)
     finally:

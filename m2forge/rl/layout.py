@@ -15,8 +15,8 @@
                 sandboxes.json      numbers of the attempts' sandboxes, about every second
                 images/             on a Ray cluster: images of sandboxes, for all nodes (sandbox/shared_images.py)
                 log/                output of the processes
-                processes/          URL, starts and ends of each process (cluster/process_record.py); counts of agent
-                                    hosts
+                processes/          URL, starts and ends of each process, versions that samplers serve
+                                    (cluster/process_record.py); counts of agent hosts
                 keeper.sock         with agent hosts: connects the loop with the keeper of its processes
                 failure.txt         the error that ended the run's last process
                 gateway.json        URL and admin key of the gateway, while a run that admits deployed agents is running

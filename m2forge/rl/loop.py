@@ -194,7 +194,7 @@ class Loop:
         self.slots = Slots(config.agent.num_jobs, config.eval.share)
         self.evaluations = Evaluations(config, layout, self.slots, self._served)
         self._poll_s = HOSTED_POLL_S if config.cluster.agent_hosts else POLL_S
-        self.updates = WeightUpdates(self.weights, self.pool, self.evaluations.pin, self.note_served, layout.log)
+        self.updates = WeightUpdates(self.weights, self.pool, self.evaluations.pin, self.note_served, layout)
         self._running: dict[asyncio.Task[None], Lease] = {}
 
     @property

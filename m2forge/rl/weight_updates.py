@@ -17,12 +17,14 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from m2forge.cluster.process_record import write_versions
 from m2forge.errors import EngineError
 from m2forge.http_client import HttpClient, Response, encode_json
 from m2forge.model.config_file import CONFIG_FILE
 from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.records import JsonValue, PolicyVersion
 from m2forge.rl.attempts import gather
+from m2forge.rl.layout import Layout
 from m2forge.rl.servers import Server
 from m2forge.weights.store import WeightStore
 
@@ -39,7 +41,8 @@ class Replica:
     """A sampler, and what it serves."""
 
     def __init__(self, server: Server, log_folder: Path) -> None:
-        self._process, self._log_path = server.child, log_folder / f"{server.child.name}.log"
+        self._process, self.name = server.child, server.child.name
+        self._log_path = log_folder / f"{self.name}.log"
         self._http = HttpClient(lambda: server.child.url, key=server.key)
         self._num_starts = self._process.num_starts
         """The start of the process that the fields below describe."""
@@ -111,17 +114,19 @@ class WeightUpdates:
         pool: Pool,
         pin: asyncio.Lock,
         note_served: Callable[[PolicyVersion], None],
-        log_folder: Path,
+        layout: Layout,
     ) -> None:
         """`pin`: held during each update. `note_served`: called with each version that all samplers serve."""
         self._weights, self._pool, self._pin = weights, pool, pin
-        self._note_served, self._log_folder = note_served, log_folder
+        self._note_served, self._layout = note_served, layout
+        self._written: dict[str, int] = {}
 
     async def run(self, samplers: Sequence[Server], writer: PoolWriter) -> None:
         """Send every new version to the samplers, forever."""
-        replicas = [Replica(sampler, self._log_folder) for sampler in samplers]
+        replicas = [Replica(sampler, self._layout.log) for sampler in samplers]
 
         def note() -> None:
+            self._write_versions(replicas)
             versions = {replica.version for replica in replicas if replica.is_up}
             if len(versions) == 1 and (version := versions.pop()) is not None:
                 self._note_served(version)
@@ -139,6 +144,13 @@ class WeightUpdates:
                 stack.callback(replica.close)
             await gather([update(), *(replica.watch(note) for replica in replicas)])
 
+    def _write_versions(self, replicas: Sequence[Replica]) -> None:
+        """For the run page."""
+        steps = {replica.name: replica.version.step for replica in replicas if replica.version is not None}
+        if steps != self._written:
+            write_versions(self._layout.processes, steps)
+            self._written = steps
+
     async def _update(self, replicas: Sequence[Replica], writer: PoolWriter) -> None:
         # A pinned evaluation holds this lock, so look up the version after acquiring it.
         async with self._pin:
@@ -149,6 +161,11 @@ class WeightUpdates:
                 return
             version, folder = newest
             lacking = [replica for replica in replicas if replica.is_up and replica.lacks(version)]
-            await gather(replica.load(version, folder) for replica in lacking)
+
+            async def load(replica: Replica) -> None:
+                await replica.load(version, folder)
+                self._write_versions(replicas)
+
+            await gather(load(replica) for replica in lacking)
             if not any(replica.lacks(version) for replica in replicas):
                 await writer.run(self._pool.rejoin, epoch)

@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -189,8 +190,9 @@ class Sender:
 class Receiver:
     """A sampler's end, in its own thread. `take` returns the files of a received version."""
 
-    def __init__(self, address: Path) -> None:
-        self._address = address
+    def __init__(self, address: Path, *, pinned: bool = False) -> None:
+        """`pinned`: receive into pinned memory, from which a GPU copies fastest, and which the next version reuses."""
+        self._address, self._pinned = address, pinned
         self._condition = threading.Condition()
         self._coming: PolicyVersion | None = None
         """The version whose files are being received."""
@@ -221,7 +223,7 @@ class Receiver:
                 time.sleep(RETRY_S)
                 continue
             try:
-                _Membership(meeting, self._note, lambda: self._is_stopped).follow()
+                _Membership(meeting, self._note, lambda: self._is_stopped, self._pinned).follow()
             except RuntimeError as error:
                 _log.info("the trainer has exited, versions are read from files: %s", _first_line(error))
                 time.sleep(RETRY_S)
@@ -240,8 +242,10 @@ class Receiver:
 class _Membership:
     """A sampler's part in the broadcasts of one trainer process."""
 
-    def __init__(self, meeting: Meeting, note: Callable[..., None], is_stopped: Callable[[], bool]) -> None:
-        self._store, self._note, self._is_stopped = meeting.connect(), note, is_stopped
+    def __init__(
+        self, meeting: Meeting, note: Callable[..., None], is_stopped: Callable[[], bool], pinned: bool
+    ) -> None:
+        self._store, self._note, self._is_stopped, self._pinned = meeting.connect(), note, is_stopped, pinned
         self._groups: tuple[int, list[Group]] | None = None
         self._id = ""
 
@@ -284,7 +288,7 @@ class _Membership:
                         group["number"],
                         list(pool.map(lambda name: join_group(self._store, name, own_rank, size), names)),
                     )
-                parts = list(pool.map(_receive, self._groups[1], files))
+                parts = list(pool.map(partial(_receive, pinned=self._pinned), self._groups[1], files))
         except RuntimeError as error:
             self._groups = None
             _log.warning("a broadcast failed, the version is read from its files: %s", _first_line(error))
@@ -292,11 +296,11 @@ class _Membership:
         return {name: image for part in parts for name, image in part.items()}
 
 
-def _receive(group: Group, files: Sequence[tuple[str, int]]) -> dict[str, Tensor]:
+def _receive(group: Group, files: Sequence[tuple[str, int]], *, pinned: bool) -> dict[str, Tensor]:
     """The files of one rank."""
     images = {}
     for name, size in files:
-        images[name] = torch.empty(size, dtype=torch.uint8)
+        images[name] = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         broadcast(group, images[name])
     return images
 

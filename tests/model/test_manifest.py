@@ -8,15 +8,13 @@ import pytest
 import torch
 
 from m2forge.errors import CheckpointError
-from m2forge.model import manifest
 from m2forge.model.manifest import digest, image_of, refuse_changed
 
 CONTENT = bytes(range(256)) * 5
 
 
 @pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(manifest, "READ_BYTES", 100)
+def path(tmp_path: Path) -> Path:
     path = tmp_path / "file"
     path.write_bytes(CONTENT)
     return path
@@ -34,6 +32,14 @@ def test_a_changed_byte_is_found(path: Path, index: int, caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING):
         assert image_of(path, expected, {"file": torch.frombuffer(changed, dtype=torch.uint8)}) is None
     assert "other bytes" in caplog.text
+
+
+def test_an_empty_file_is_torn(path: Path) -> None:
+    expected = digest(path)
+    path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="torn or was changed"):
+        refuse_changed(path, expected)
+    assert digest(path).startswith("xxh3-")
 
 
 def test_digests_of_whole_files_are_still_compared(path: Path) -> None:

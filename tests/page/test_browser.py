@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from m2forge.cluster.process_record import ProcessRecord
+from m2forge.cluster.process_record import ProcessRecord, write_versions
 from m2forge.page.report import write_report
 from m2forge.records import Domain, JsonValue, Task
 from m2forge.text.format import ChatFormat
@@ -47,12 +47,13 @@ def test_a_run_is_shown_and_moves_by_itself(open_page: Callable[..., Page], form
     record.start()
     record.end(-9, is_death=True)
     record.start()
+    write_versions(scene.run_dir / "processes", {"host-0": 3})
     page = open_page()
     with serving(scene.run_dir) as url:
         page.goto(url)
         expect(page.locator("#run-state")).to_have_text("running")
         process = page.get_by_label("Processes").locator("tbody td")
-        expect(process).to_have_text(["host-0", "n1", "running", "2", "1"])
+        expect(process).to_have_text(["host-0", "n1", "running", "3", "2", "1"])
         expect(process.last).to_have_attribute("title", re.compile("status -9"))
         step = page.locator(".stat .value", has_text="of 9")
         expect(step).to_have_text("3 of 9")

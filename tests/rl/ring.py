@@ -42,11 +42,15 @@ def command_of(config: RLConfig, runs: Path, module: str = "m2forge") -> list[st
 
 
 @contextlib.contextmanager
-def started(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """What it says is added to `log`: a pipe that nobody reads would fill. It is over when the block is."""
+def started(command: list[str], log: Path, group: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """What it says is added to `log`: a pipe that nobody reads would fill. It is over when the block is. `group`: its
+    process group; 0 for its own, as a shell gives it."""
     roots = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(roots)}
-    with log.open("ab") as file, subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=file) as process:
+    with (
+        log.open("ab") as file,
+        subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=file, process_group=group) as process,
+    ):
         try:
             yield process
         finally:

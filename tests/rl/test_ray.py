@@ -185,17 +185,34 @@ def test_a_killed_keeper_is_replaced_and_sigterm_ends_all(nodes: Nodes, tmp_path
         wait_for_starts(scene, starts)
         wait_for_attempts(scene, loop)
         loop.terminate()
-        assert loop.wait(LIMIT_S) == 130, scene.log.read_text()[-3000:]
-        wait_until_gone(scene.layout.run_dir)
-        assert "m2forge: interrupted" in scene.log.read_text()
-        check(scene.pool)
-        assert not [row for row in scene.rows() if row.reward is not None], "an attempt that was killed has a reward"
-        scene.held.unlink()
-        with started(scene.command, scene.log) as resumed:
-            assert resumed.wait(LIMIT_S) == 0, scene.log.read_text()[-3000:]
-        wait_until_gone(scene.layout.run_dir)
-        judge(scene.pool, scene.config)
-        check_rewards(scene, set())
+        check_interrupted(scene, loop)
+
+
+@pytest.mark.long
+def test_ctrl_c_ends_what_runs_on_all_nodes(nodes: Nodes, tmp_path: Path) -> None:
+    scene = make_scene(tmp_path)
+    on_ray(scene, nodes)
+    scene.held.touch()
+    with scene.pool, started(scene.command, scene.log, group=0) as loop:
+        wait_for_attempts(scene, loop)
+        os.killpg(loop.pid, signal.SIGINT)
+        check_interrupted(scene, loop)
+
+
+def check_interrupted(scene: Scene, loop: subprocess.Popen[bytes]) -> None:
+    """All of the run ends, and the same command goes on with it."""
+    assert loop.wait(LIMIT_S) == 130, scene.log.read_text()[-3000:]
+    wait_until_gone(scene.layout.run_dir)
+    assert "m2forge: interrupted" in scene.log.read_text()
+    assert "Traceback" not in scene.log.read_text()
+    check(scene.pool)
+    assert not [row for row in scene.rows() if row.reward is not None], "an attempt that was killed has a reward"
+    scene.held.unlink()
+    with started(scene.command, scene.log) as resumed:
+        assert resumed.wait(LIMIT_S) == 0, scene.log.read_text()[-3000:]
+    wait_until_gone(scene.layout.run_dir)
+    judge(scene.pool, scene.config)
+    check_rewards(scene, set())
 
 
 def step_of(scene: Scene) -> int:

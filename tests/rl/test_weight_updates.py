@@ -10,12 +10,14 @@ from typing import Any, cast
 from sqlalchemy import select
 
 from m2forge.cluster.launcher import Launched
+from m2forge.cluster.process_record import read_versions
 from m2forge.pool.batch import fork
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.tables import fork_table
 from m2forge.protocols import EngineState
 from m2forge.records import PolicyVersion
+from m2forge.rl.layout import Layout
 from m2forge.rl.servers import Server
 from m2forge.rl.weight_updates import WeightUpdates
 from m2forge.rollout.config import ServerConfig
@@ -61,7 +63,7 @@ async def scene(folder: Path) -> AsyncIterator[Any]:
             SimpleNamespace(name=f"sampler-{index}", num_starts=1, keys=(KEY,), url=url)
             for index, url in enumerate((first, second))
         ]
-        updates = WeightUpdates(store, pool, asyncio.Lock(), seen.append, folder)
+        updates = WeightUpdates(store, pool, asyncio.Lock(), seen.append, Layout(folder))
         running = asyncio.create_task(updates.run([Server(cast("Launched", child)) for child in children], writer))
         try:
             yield SimpleNamespace(store=store, pool=pool, samplers=samplers, children=children, seen=seen)
@@ -102,9 +104,11 @@ def test_a_version_is_served_once_all_samplers_have_it(tmp_path: Path) -> None:
             while await versions(given.samplers) != [1, 0]:
                 await asyncio.sleep(POLL_S)
             assert given.seen[-1] == first, "one of them still serves it"
+            await until(lambda: read_versions(Layout(tmp_path).processes) == {"sampler-0": 1, "sampler-1": 0})
             given.samplers[1].is_free.set()
             await until(lambda: given.seen[-1] == second)
             assert await versions(given.samplers) == [1, 1]
+            assert read_versions(Layout(tmp_path).processes) == {"sampler-0": 1, "sampler-1": 1}
 
     asyncio.run(asyncio.wait_for(run(), LIMIT_S))
 

@@ -148,4 +148,7 @@ def test_weights_that_arrive_are_those_that_graphs_multiply_by() -> None:
     complete(core, [prompt])
     core.load(other.state_dict(), PolicyVersion("p", 1))
     fresh = Core(other, RolloutConfig(num_blocks=64, max_running=4, step_tokens=64), PolicyVersion("p", 1))
-    assert complete(core, [prompt]) == complete(fresh, [prompt])
+    ((ids, logprobs),), ((expected_ids, expected),) = (complete(each, [prompt]).values() for each in (core, fresh))
+    assert ids == expected_ids
+    # A shape that is new to a core runs without a graph, whose products round differently.
+    assert np.allclose(logprobs, expected, rtol=0, atol=1e-5)

@@ -166,9 +166,10 @@ function makeSandboxes(found) {
 }
 
 function makeProcesses(processes) {
-  const head = ["Process", "node", "state", "starts", "deaths"].map((name, index) => el("th", { class: index > 2 ? "n" : "" }, name));
+  const head = ["Process", "node", "state", "version", "starts", "deaths"].map((name, index) => el("th", { class: index > 2 ? "n" : "" }, name));
   const rows = processes.map((found) => el("tr", {},
     el("td", {}, found.name), el("td", {}, found.node), el("td", {}, found.is_running ? "running" : "ended"),
+    el("td", { class: "n" }, found.version === null ? "" : count(found.version)),
     el("td", { class: "n" }, count(found.num_starts)),
     el("td", { class: "n", title: found.deaths.map((death) => `${new Date(1000 * death.at_s).toLocaleString()}: status ${death.status}`).join("\n") }, count(found.num_deaths))));
   return [el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows)];
