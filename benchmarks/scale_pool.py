@@ -5,7 +5,8 @@ so that the window holds groups that are being written. The rate is that of call
 `PoolWriter`, all calls of an attempt with its end, as the loop and its agent hosts store them (`end`), or each call as
 it is made (`append`); the same number of agents works in one process, and in 16. Beside them the loop rewards complete
 groups, and the trainer claims, reads and commits a batch ten times a second. At last the agents of 16 processes pause,
-so that the machine is not saturated: 1,000 calls a second, those of 4,096 attempts that take half a minute each.
+so that the machine is not saturated: 1,000 calls a second, those of 4,096 attempts that take half a minute each. A
+process' first claim, before the others work, compiles its statements; it is printed apart and does not count.
 
 The CPU time per call is that of writers and server, the loop's and the trainer's transactions included; other work on
 the machine moves it less than it moves the rates.
@@ -261,6 +262,7 @@ def row_of(name: str, way: str, num_writers: int, found: Found) -> tuple[str, ..
         f"{found.calls_per_s:,.0f}",
         f"{found.cpu_us:,.0f}",
         f"{p99:,.0f}",
+        f"{found.train['first_claim_ms']:.0f}",
         *ms,
         *others,
     )
@@ -309,7 +311,19 @@ def pool(quick: bool) -> list[Bar]:
             rows += found_rows
             # One writer at a time: SQLite's have no bar.
             bars += found_bars if postmaster else []
-    columns = ("", "way", "writers", "calls/s", "CPU us/call", "p99 ms", "claim p50", "p99", "fetch p50", "commit p50")
+    columns = (
+        "",
+        "way",
+        "writers",
+        "calls/s",
+        "CPU us/call",
+        "p99 ms",
+        "1st claim",
+        "p50",
+        "p99",
+        "fetch p50",
+        "commit p50",
+    )
     title = f"{size.num_episodes:,} episodes of {NUM_CALLS * (NUM_PROMPT + NUM_RESPONSE):,} tokens, {NUM_AGENTS} agents"
     print_table(title, columns, rows)
     return bars

@@ -1,4 +1,5 @@
-"""A process of `scale.py --part pool`: opens the pool, prints `ready`, waits for a line, works, reports.
+"""A process of `scale.py --part pool`: opens the pool, does its work once, prints `ready`, waits for a line, works,
+reports. What a process does first compiles its statements, which costs more than the statements themselves.
 
 write     agents of one process record attempts through a PoolWriter, in one of two ways: every call as it is made
           (`append`), or all calls with the end of the attempt (`end`), as the loop and its agent hosts do
@@ -87,26 +88,33 @@ async def write(work: Work, pool: Pool) -> None:
                     leased.extend(await writer.run(pool.lease, work.name, LEASED_AT_ONCE))
                 return leased.pop(0) if leased else None
 
-        async def agent() -> None:
+        async def record(lease: Lease) -> None:
             nonlocal num_stored
+            calls = random.choice(patterns)
+            outcome, began_s = Outcome(artifacts={"answer": "42"}), time.monotonic()
+            if work.way == "append":
+                for call in calls:
+                    began_s = time.monotonic()
+                    await writer.append(lease, call)
+                    times_s.append(time.monotonic() - began_s)
+                    num_stored += 1
+                await writer.end(lease, (), outcome)
+            else:
+                await writer.end(lease, calls, outcome)
+                times_s.append(time.monotonic() - began_s)
+                num_stored += len(calls)
+
+        async def agent() -> None:
             while time.monotonic() < until_s:
                 await asyncio.sleep(random.uniform(0.0, 2 * work.pause_s))
                 if (lease := await take()) is None:
                     break
-                calls = random.choice(patterns)
-                outcome, began_s = Outcome(artifacts={"answer": "42"}), time.monotonic()
-                if work.way == "append":
-                    for call in calls:
-                        began_s = time.monotonic()
-                        await writer.append(lease, call)
-                        times_s.append(time.monotonic() - began_s)
-                        num_stored += 1
-                    await writer.end(lease, (), outcome)
-                else:
-                    await writer.end(lease, calls, outcome)
-                    times_s.append(time.monotonic() - began_s)
-                    num_stored += len(calls)
+                await record(lease)
 
+        if (lease := await take()) is not None:
+            await record(lease)
+        num_stored = 0
+        times_s.clear()
         until_s = begin() + work.seconds
         began_s, cpu_s = time.monotonic(), time.process_time()
         await asyncio.gather(*(agent() for _ in range(work.num_agents)))
@@ -122,8 +130,9 @@ def read_calls(pool: Pool, episode: int) -> list[StoredCall]:
 
 
 def judge(work: Work, pool: Pool) -> None:
-    until_s, num_units, times_s = begin() + work.seconds, 0, []
-    spent_s = time.process_time()
+    num_units, times_s = 0, []
+    pool.unjudged(JUDGED_AT_ONCE)
+    until_s, spent_s = begin() + work.seconds, time.process_time()
     while time.monotonic() < until_s:
         began_s = time.monotonic()
         complete = pool.unjudged(JUDGED_AT_ONCE)
@@ -147,19 +156,28 @@ def train(work: Work, pool: Pool) -> None:
     commits_s: list[float] = []
     num_units, num_empty = 0, 0
     version = PolicyVersion("run", newest_step(pool))
-    until_s = begin() + work.seconds
-    while (began_s := time.monotonic()) < until_s:
+
+    def cycle() -> None:
+        nonlocal num_units, num_empty, version
         claimed = timed(claims_s, partial(pool.claim_within, 1 << 30, work.batch, version))
         if claimed is None:
             num_empty += 1
-        else:
-            units = timed(fetches_s, partial(pool.fetch, claimed))
-            num_units += len(units)
-            version = PolicyVersion("run", version.step + 1)
-            timed(commits_s, partial(pool.commit, claimed, version))
+            return
+        units = timed(fetches_s, partial(pool.fetch, claimed))
+        num_units += len(units)
+        version = PolicyVersion("run", version.step + 1)
+        timed(commits_s, partial(pool.commit, claimed, version))
+
+    cycle()
+    first_s, num_units, num_empty = claims_s[0], 0, 0
+    for times_s in (claims_s, fetches_s, commits_s):
+        times_s.clear()
+    until_s = begin() + work.seconds
+    while (began_s := time.monotonic()) < until_s:
+        cycle()
         time.sleep(max(0.0, began_s + work.every_s - time.monotonic()))
     found = {"claim": summary(claims_s), "fetch": summary(fetches_s), "commit": summary(commits_s)}
-    say({"units": num_units, "empty": num_empty, **found})
+    say({"units": num_units, "empty": num_empty, "first_claim_ms": first_s * 1e3, **found})
 
 
 def newest_step(pool: Pool) -> int:

@@ -486,10 +486,14 @@ class Transformer(nn.Module):
     def _draw(self, module: nn.Module, seed: int) -> None:
         draw_rows(whole(module.state_dict()), self.config.init_std, seed)
 
-    def compile_blocks(self) -> None:
-        """Compile each block separately: one graph serves all layers of a shape."""
+    def compile_blocks(self, backend: str = "inductor") -> None:
+        """Compile each block separately: one graph serves all layers of a shape. Experts on several ranks are called
+        outside of graphs, since the number of rows that arrive changes with every call."""
+        for module in self.modules():
+            if isinstance(module, MixtureFFN) and module.expert_ffn is not expert_ffn:
+                module.expert_ffn = torch.compiler.disable(module.expert_ffn)
         for block in (*self.blocks, *self.mtp):
-            block.compile()
+            block.compile(backend=backend)
 
     def routers(self) -> Iterator[Router]:
         """Routers in the order of `Output.load_LE`."""

@@ -5,15 +5,16 @@ checkpointing. Bytes that a rank receives in a step, with w bytes per element, b
 hidden size, Q and V the widths of queries and of keys, R ranks of the axis:
 
     shard        (R − 1) / R · (passes · b · w + outer weights · w, gathered  + backward passes · t · 4, reduced)
-    replicate    2 · (R − 1) / R · t · 4 once per step if unsharded; else of t / shard after every backward pass
+    replicate    2 · (R − 1) / R · t / shard · 4, once per step
     expert       (R − 1) / R · passes · rows · D · w    a row for each token and rank that any of its experts lie on,
                                                         with the experts' numbers and weights beside it
     context      (R − 1) / R · passes · tokens of the rank · (2 Q + 2 V) · w, and · R · D · w for each MTP module
 
 R of `shard` is shard × context, and for the weights of experts that divided by `expert`. FSDP2 gathers the next block
-while one runs, so shards cost time only where their link is slower than the compute; the exchange of tokens between
-experts, of heads between ranks that share a pack, and the sum over unsharded replicas always do. These assumptions are
-the plan's: more than one GPU was never measured.
+while one runs, so shards cost time only where their link is slower than the compute, and sums over their replicas where
+it is slower than the last backward pass; the exchange of tokens between experts, of heads between ranks that share a
+pack, and the sum over unsharded replicas always do. These assumptions are the plan's: more than one GPU was never
+measured.
 """
 
 from collections import Counter
@@ -33,6 +34,8 @@ RECOMPUTE = ("none", "block", "walk", "walk and block", "walk, stack on host", "
 """`train.machine.recompute`; of a walk also `walk.recompute` and `walk.stack`."""
 FREE_SHARE = 0.06
 """Share of a GPU's memory that a layout must leave: the allocator's free blocks and other libraries'. Our choice."""
+BACKWARD_SHARE = 2 / 3
+"""The backward pass' share of a training step's compute."""
 SLOW_LINK = 2.0
 """Ratio of gathering to compute from which pipeline parallelism would be better."""
 
@@ -151,7 +154,6 @@ def rank_step(workload: Workload, layout: ParallelLayout) -> TrainingStep:
         workload.optimizer,
         workload.batch.cut(-(-workload.batch.num_tokens // layout.context)),
         num_batches,
-        is_compiled=layout.holders == 1,
         recompute=layout.recompute if walk is None else walk.recompute,
         walk=walk,
         offload=workload.offload,
@@ -175,11 +177,11 @@ def make_plan(workload: Workload, layout: ParallelLayout, gpu: GPU, price: float
     gather_s, replicas_s = seconds("shard", layout.holders), seconds("replicate", num_gpus)
     parts = work.parts(gpu.rates)
     compute_s = sum(parts.values())
-    hidden_s = gather_s + (replicas_s if layout.holders > 1 else 0.0)
-    parts["links between shards"] = max(0.0, hidden_s - compute_s)
+    last_s = BACKWARD_SHARE * compute_s / (step.num_batches * step.num_segments)
+    parts["links between shards"] = max(0.0, gather_s - compute_s)
     parts["links between experts"] = seconds("expert", layout.expert)
     parts["links of shared packs"] = seconds("context", layout.context)
-    parts["links between replicas"] = replicas_s if layout.holders == 1 else 0.0
+    parts["links between replicas"] = replicas_s if layout.holders == 1 else max(0.0, replicas_s - last_s)
     step_s = sum(parts.values())
     num_packs = num_gpus // layout.context if workload.packs_per_step is None else workload.packs_per_step
     tokens_per_s = num_packs * workload.batch.num_tokens / step_s
@@ -210,8 +212,7 @@ def link_bytes(step: TrainingStep, layout: ParallelLayout) -> dict[str, float]:
         size += num_backward * numel * exact if weight.is_trained else 0
         traffic["shard"] += size * _others(_local(layout.holders, weight.is_expert, step))
         if weight.is_trained:
-            num_sums = count * (num_backward if layout.holders > 1 else 1)
-            traffic["replicate"] += 2 * weight.held(layout.holders) * exact * num_sums * _others(layout.replicate)
+            traffic["replicate"] += 2 * count * weight.held(layout.holders) * exact * _others(layout.replicate)
     # Rows are sent in the forward pass, their gradients in the backward pass.
     passes = 2 + (step.recompute == "block") + (step.walk is not None)
     num_tokens, size = step.num_batches * step.batch.num_tokens, step.network.hidden_size * step.item_bytes

@@ -169,7 +169,7 @@ class MeshConfig(Config):
     """Number of copies of the model (data parallelism). auto: one copy for every `shard` × `context` ranks."""
     shard: Count | Literal["auto"] = 1
     """Number of ranks that hold one copy together, a shard each (FSDP2). Above 1, or auto (all ranks that `replicate`
-    leaves), blocks are not compiled and no phase may add modules."""
+    leaves), no phase may add modules."""
 
     context: Count = 1
     """Number of ranks that train a pack together, a run of its tokens each (context parallelism). It divides the query
@@ -278,8 +278,6 @@ class MachineConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.mesh.is_sharded and self.compile_blocks == "always":
-            raise ValueError('mesh.shard runs blocks uncompiled; set compile_blocks to "auto" or "never"')
         if self.walk_config is not None and self.walk_config.segment_tokens < self.mesh.context:
             raise ValueError(
                 f"walk.segment_tokens {self.walk_config.segment_tokens} is less than mesh.context {self.mesh.context}: "

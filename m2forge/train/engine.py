@@ -167,6 +167,8 @@ class TrainEngine:
         self.tag_names = tuple(tag_names)
         """Names that `Pack.tags` index into, for metrics."""
         self.policy = policy or PolicyConfig()
+        self._num_backward = 0
+        """Backward passes of the current step."""
         self.before_update: Callable[[], None] = _nothing
         """Called between the backward pass and the update: a checkpoint may still be reading weights and moments."""
 
@@ -405,6 +407,7 @@ class TrainEngine:
         """Discard old gradients; returns the micro-batches of the step. A rank with fewer packs than another runs blank
         ones (None) in addition, because each backward pass communicates."""
         self.optimizer.clear()
+        self._num_backward = 0
         self.model.freeze_learnt_biases(self.router_bias == "frozen")
         return [*packs, *[None] * (self.ranks.max_int(len(packs)) - len(packs))]
 
@@ -438,6 +441,8 @@ class TrainEngine:
             loss = loss + moe.aux_loss_weight * aux_loss(load_LE, output.affinity_LE, int(totals.num_tokens))
         whole = plan.whole if isinstance(plan, ContextPlan) else plan
         states, grads = whole.roots() if isinstance(whole, PathPlan) else ([], [])
+        self._num_backward += 1
+        self.optimizer.add_up_replicas(is_last=self._num_backward == totals.num_batches)
         if loss.requires_grad:
             torch.autograd.backward([loss, *states], [None, *grads])
         if totals.num_batches > 1:

@@ -63,7 +63,7 @@ from m2forge.train.config import Curve, PhaseConfig, TrainConfig
 from m2forge.train.engine import PendingMetrics, TrainEngine
 from m2forge.train.evaluation import Evaluation, selection_loss
 from m2forge.train.machine import choose_dtype, load_network, machine_settings, peak_flops, rank_device, set_up_model
-from m2forge.train.parallel import SINGLE_RANK, ProcessRanks, Ranks, context_group, unsharded_model
+from m2forge.train.parallel import SINGLE_RANK, ProcessRanks, Ranks, context_group
 from m2forge.train.position import CHECKPOINT_FOLDER, MODEL_FOLDER, Best, Position, read_position
 from m2forge.train.run_dir import hold_run
 from m2forge.tree.token_tree import TokenTree
@@ -415,14 +415,14 @@ class TrainLoop:
     def _write_model(self) -> Path:
         """Write the finished model; the previous one stays until this one is complete, and is never partial."""
         dest = self.run_dir / MODEL_FOLDER
+        model: Transformer | Path = self.engine.model
         if self._exports_best:
-            source = self._best_model()
-            if self.ranks.rank == 0:
-                self._replace_model(source, dest)
-        else:
-            model = unsharded_model(self.engine.model, self.ranks)
-            if self.ranks.rank == 0 and model is not None:
-                self._replace_model(model, dest)
+            model = self._best_model()
+        elif self.config.machine.mesh.is_sharded:
+            # Of the last step, too; it is copied tensor by tensor, so that no rank holds a whole network.
+            model = self.store.path(self.position.step) / MODEL_FOLDER
+        if self.ranks.rank == 0:
+            self._replace_model(model, dest)
         self.ranks.max_int(0)
         return dest
 

@@ -111,8 +111,7 @@ def load_network(start: Start, config: MachineConfig, dtype: torch.dtype, ranks:
 def set_up_model(model: Transformer, config: MachineConfig, device: torch.device) -> None:
     walk = config.walk_config
     model.recompute = "block" if "block" in (config.recompute, walk and walk.recompute) else "none"
-    by_default = device.type == "cuda" and not config.mesh.is_sharded
-    if config.compile_blocks == "always" or (config.compile_blocks == "auto" and by_default):
+    if config.compile_blocks == "always" or (config.compile_blocks == "auto" and device.type == "cuda"):
         model.compile_blocks()
 
 

@@ -271,7 +271,6 @@ def machine_step(
     # Ranks of `context` train a part of each pack.
     batch = batch.cut(-(-batch.num_tokens // mesh.context))
     num_batches = -(-num_batches * mesh.context // num_ranks)
-    by_default = device == "cuda" and not machine.mesh.is_sharded
     dtype = {"cuda": "bfloat16"}.get(device, "float32") if machine.dtype == "auto" else machine.dtype
     return TrainingStep(
         network,
@@ -280,7 +279,7 @@ def machine_step(
         num_batches,
         item_bytes=2 if dtype == "bfloat16" else FLOAT32,
         device=device,
-        is_compiled=machine.compile_blocks == "always" or (machine.compile_blocks == "auto" and by_default),
+        is_compiled=machine.compile_blocks == "always" or (machine.compile_blocks == "auto" and device == "cuda"),
         recompute="block" if "block" in (machine.recompute, walk and walk.recompute) else "none",
         walk=walk,
         offload=machine.offload,
@@ -319,7 +318,7 @@ def _alternatives(step: TrainingStep) -> Iterator[tuple[str, TrainingStep]]:
             yield f'{words} and {prefix}offload = "host"', replace(walked, offload="host")
     for shard in SHARDS:
         if shard > step.shard:
-            sharded = replace(step, shard=shard, is_compiled=False, recompute="block", walk=None)
+            sharded = replace(step, shard=shard, recompute="block", walk=None)
             yield f'{prefix}mesh.shard = {shard} and {prefix}recompute = "block"', sharded
 
 

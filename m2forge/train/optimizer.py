@@ -143,6 +143,12 @@ class Optimizer:
         for module in self._sharded_modules:
             module.reshard()
 
+    def add_up_replicas(self, *, is_last: bool) -> None:
+        """Have replicas of a sharded model add up their gradients in the step's last backward pass alone; before, each
+        keeps the sum of its own."""
+        for module in self._sharded_modules:
+            module.set_requires_all_reduce(is_last, recurse=False)
+
     def clear(self) -> None:
         """Discard gradients, such as those of an interrupted step."""
         for slot in self.slots.values():

@@ -12,10 +12,11 @@ update. A digest verifies this at the start and at every checkpoint.
 With FSDP2, weights, gradients and optimizer state are sharded over the `shard` axis of the mesh, whose ranks are
 neighbours; `replicate` such groups hold the same (HSDP). Every rank keeps a shard of each weight, along its first
 dimension. A block's weights are all-gathered when the block runs and freed after it; its gradients are reduce-scattered
-by sum, then all-reduced over the replicas. Weights outside the blocks (embedding, head, norms, the projections of the
-MTP modules) stay gathered from the first forward pass of a step until the optimizer's step, because the loss needs the
-head after the model's forward pass. The few weights of higher precision than the rest (selection biases that learn by
-gradient) are not sharded: their gradients are all-reduced like those of an unsharded model.
+by sum, and in the last micro-batch of a step all-reduced over the replicas. Weights outside the blocks (embedding,
+head, norms, the projections of the MTP modules) stay gathered from the first forward pass of a step until the
+optimizer's step, because the loss needs the head after the model's forward pass. The few weights of higher precision
+than the rest (selection biases that learn by gradient) are not sharded: their gradients are all-reduced like those of
+an unsharded model.
 
 With expert parallelism `expert` neighbours of a `shard` group divide the experts (expert_parallel.py). FSDP2 shards a
 rank's experts over the shard / expert ranks that have the same ones, and gathers and reduces over these alone: the
@@ -38,8 +39,7 @@ from torch import Tensor, nn
 from m2forge.errors import ConfigError, TrainingError
 from m2forge.kernels.arithmetic import at_least_float32
 from m2forge.model.architecture import Part, public_parts
-from m2forge.model.build import empty
-from m2forge.model.lora import adapter_parts, attach
+from m2forge.model.lora import adapter_parts
 from m2forge.model.rows import Rows
 from m2forge.model.transformer import Block, MixtureFFN, Transformer
 from m2forge.train.config import MeshConfig
@@ -376,25 +376,3 @@ def public_share(model: Transformer, ranks: ProcessRanks) -> dict[str, Tensor]:
             else:
                 owned[public] = rows.tensor[first - rows.start : stop - rows.start]
     return owned
-
-
-@torch.no_grad()
-def unsharded_model(model: Transformer, ranks: Ranks) -> Transformer | None:
-    """The unsharded model, for saving: `model` itself if it is not sharded, else a copy in rank 0's host memory, and
-    None on the other ranks. All ranks call this together."""
-    modules = sharded_modules(model)
-    if not modules:
-        return model
-    for module in modules:
-        module.reshard()
-    copy = empty(model.config, "cpu", model.embedding.weight.dtype) if ranks.rank == 0 else None
-    if copy is not None and model.lora is not None and model.base is not None:
-        attach(copy, model.lora, model.base)
-    target = {} if copy is None else copy.state_dict()
-    for name, tensor in model.state_dict().items():
-        full = gathered(local(tensor), tensor)
-        if copy is not None:
-            target[name].copy_(full)
-    if copy is not None:
-        copy.token_ids = model.token_ids
-    return copy

@@ -39,11 +39,12 @@ MESHES = {
     "expert": (MeshConfig(shard=2, expert=2), ParallelLayout(1, 2, 1, 2, "none")),
     "context, recomputed": (MeshConfig(context=2), ParallelLayout(1, 1, 2, 1, "block")),
 }
+MESHES_OF_FOUR = {"replicated shards": (MeshConfig(replicate=2, shard=2), ParallelLayout(2, 2, 1, 1, "none"))}
 
 
 def receive(ranks: ProcessRanks) -> dict[str, float]:
     found = {}
-    for name, (mesh, layout) in MESHES.items():
+    for name, (mesh, layout) in (MESHES if ranks.num_ranks == 2 else MESHES_OF_FOUR).items():
         model = build(NETWORK, seed=0)
         model.recompute = "block" if layout.recompute == "block" else "none"
         if mesh.is_sharded:
@@ -56,9 +57,10 @@ def receive(ranks: ProcessRanks) -> dict[str, float]:
     return found
 
 
-def test_received_bytes_are_those_of_two_ranks(tmp_path: Path) -> None:
-    found: Any = run_ranks(receive, tmp_path)[0]
-    for name, (_, layout) in MESHES.items():
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_received_bytes_are_the_plans(num_ranks: int, tmp_path: Path) -> None:
+    found: Any = run_ranks(receive, tmp_path, num_ranks)[0]
+    for name, (_, layout) in (MESHES if num_ranks == 2 else MESHES_OF_FOUR).items():
         workload = Workload(name, NETWORK, MicroBatch(32, 18, 32, NETWORK.num_mtp), NUM_PACKS * layout.num_gpus)
         step = replace(rank_step(workload, layout), num_batches=NUM_PACKS, item_bytes=4, device="cpu")
         assert found[name] == sum(link_bytes(step, layout).values())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from m2forge.kernels.expert import Dispatch, ExpertFFN, dispatch
-from m2forge.model.build import build
+from m2forge.model.build import build, empty
 from m2forge.model.config import LoRAConfig
 from m2forge.model.lora import attach
 from m2forge.model.plan import Documents
@@ -29,10 +29,10 @@ from m2forge.train.parallel import (
     align,
     context_group,
     gathered,
+    local,
     refuse_drift,
     shard_model,
     sharded_modules,
-    unsharded_model,
 )
 from m2forge.tree.token_tree import TokenTree
 from tests.train.draw import VOCAB, draw_pack, small_model
@@ -63,6 +63,8 @@ class Case:
     walk: WalkConfig | None = None
     """How the ranks walk; one process runs whole packs."""
     frozen: bool = False
+    is_compiled: bool = False
+    """Only on several ranks."""
     lora: LoRAConfig | None = None
     moe: Mapping[str, object] = field(default_factory=dict)
     vocab_size: int = 32
@@ -230,6 +232,8 @@ def make_engine(case: Case, ranks: Ranks, model: Transformer | None = None) -> R
             plant(case.bug, model)
         if case.bug == "mean":
             ranks = MeanRanks(CPU)
+        if case.is_compiled:
+            model.compile_blocks("aot_eager")
     model.freeze_main(case.frozen)
     context = context_group(case.mesh, ranks) if isinstance(ranks, ProcessRanks) else None
     if context is not None and case.context_bug != "none":
@@ -246,6 +250,27 @@ def make_engine(case: Case, ranks: Ranks, model: Transformer | None = None) -> R
         walk=case.walk if isinstance(ranks, ProcessRanks) else None,
         context=context,
     )
+
+
+@torch.no_grad()
+def unsharded_model(model: Transformer, ranks: Ranks) -> Transformer | None:
+    """`model` itself if it is not sharded, else a copy on rank 0, and None on the others; all call this together."""
+    modules = sharded_modules(model)
+    if not modules:
+        return model
+    for module in modules:
+        module.reshard()
+    copy = empty(model.config, "cpu", model.embedding.weight.dtype) if ranks.rank == 0 else None
+    if copy is not None and model.lora is not None and model.base is not None:
+        attach(copy, model.lora, model.base)
+    target = {} if copy is None else copy.state_dict()
+    for name, tensor in model.state_dict().items():
+        full = gathered(local(tensor), tensor)
+        if copy is not None:
+            target[name].copy_(full)
+    if copy is not None:
+        copy.token_ids = model.token_ids
+    return copy
 
 
 def whole_state(optimizer: Optimizer) -> dict[str, Tensor]:

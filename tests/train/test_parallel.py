@@ -83,6 +83,9 @@ CASES = {
     "experts divided, walk over trees, adapters, offloaded": Case(
         DIVIDED, "trees", walk=WALK, lora=ADAPTERS, offload="host", seed=2
     ),
+    "experts divided, packs shared, compiled": Case(
+        MeshConfig(context=2, expert=2), moe=BALANCED, num_steps=1, is_compiled=True
+    ),
     "packs shared, walk over trees, adapters": Case(SHARED, "trees", walk=WALK, lora=ADAPTERS, num_steps=1, seed=3),
     "packs shared, walk, recomputed": Case(SHARED, walk=WALK, recompute="block", moe=BALANCED, num_steps=1),
     "packs shared, M2": Case(SHARED, preset="m2-tiny", moe=BALANCED, num_steps=1),
@@ -110,6 +113,14 @@ if LONG:
     DRAWN: list[tuple[int, Over]] = [(seed, over) for seed in range(4, 9) for over in ("rows", "trees")]
     CASES |= {
         "sharded, walk over trees": Case(over="trees", walk=WALK, num_steps=1),
+        "sharded, compiled": Case(moe=BALANCED, is_compiled=True),
+        "sharded, muon, adapters, recomputed, compiled": Case(
+            kind="muon", recompute="block", lora=ADAPTERS, is_compiled=True
+        ),
+        "sharded, walk over trees, compiled": Case(over="trees", walk=WALK, num_steps=1, is_compiled=True),
+        "experts divided, replayed, compiled": Case(
+            DIVIDED, "trees", moe=BALANCED, replay="recorded", is_compiled=True
+        ),
         "sharded, walk, recomputed": Case(walk=WALK, recompute="block", moe=BALANCED, num_steps=1),
         "experts divided, learnt bias, frozen main model": Case(DIVIDED, moe=LEARNT_BIAS, frozen=True),
         "experts divided, M2, walk over trees, muon": Case(DIVIDED, "trees", preset="m2-tiny", walk=WALK, kind="muon"),

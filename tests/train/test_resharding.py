@@ -20,12 +20,12 @@ from m2forge.model.transformer import Transformer
 from m2forge.train.checkpoint import CheckpointStore, load_start, restore
 from m2forge.train.config import CheckpointConfig, MachineConfig, MeshConfig, OptimizerConfig
 from m2forge.train.machine import load_network
-from m2forge.train.parallel import SINGLE_RANK, ProcessRanks, Ranks, context_group, unsharded_model
+from m2forge.train.parallel import SINGLE_RANK, ProcessRanks, Ranks, context_group
 from m2forge.train.position import Position
 from tests.conftest import LONG
 from tests.train.draw import small_model
 from tests.train.processes import run_ranks
-from tests.train.rank_case import Case, RecordingEngine, train, whole_state
+from tests.train.rank_case import Case, RecordingEngine, train, unsharded_model, whole_state
 
 MESHES = {
     "one": MeshConfig(),

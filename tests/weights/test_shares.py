@@ -13,10 +13,11 @@ from m2forge.model.start import Start
 from m2forge.rl.ranks import exchange
 from m2forge.train.config import MachineConfig, MeshConfig
 from m2forge.train.machine import load_network
-from m2forge.train.parallel import ProcessRanks, local, public_share, unsharded_model
+from m2forge.train.parallel import ProcessRanks, local, public_share
 from m2forge.weights.store import Share, WeightStore
 from tests.train.draw import small_model
 from tests.train.processes import run_ranks
+from tests.train.rank_case import unsharded_model
 
 MESHES = (MeshConfig(replicate=2), MeshConfig(shard=2), MeshConfig(shard=2, expert=2))
 MOE = {"num_experts": 6, "top_k": 2, "intermediate_size": 6}
