@@ -62,6 +62,7 @@ WALK = WalkConfig(segment_tokens=6)
 DIVIDED = MeshConfig(shard="auto", expert=2)
 SHARED, SHARED_DIVIDED = MeshConfig(context=2), MeshConfig(shard=2, context=2, expert=4)
 SHARED_AND_SHARDED, SHARED_COPIES = MeshConfig(shard=2, context=2), MeshConfig(replicate="auto", context=2)
+SHARED_BY_BOTH = MeshConfig(context=2, expert=2)
 DIVIDED_BY_FOUR, DIVIDED_COPIES = MeshConfig(shard=4, expert=4), MeshConfig(replicate=2, shard=2, expert=2)
 CASES = {
     "replicated": Case(REPLICATED, moe=BALANCED),
@@ -82,9 +83,6 @@ CASES = {
     ),
     "experts divided, walk over trees, adapters, offloaded": Case(
         DIVIDED, "trees", walk=WALK, lora=ADAPTERS, offload="host", seed=2
-    ),
-    "experts divided, packs shared, compiled": Case(
-        MeshConfig(context=2, expert=2), moe=BALANCED, num_steps=1, is_compiled=True
     ),
     "packs shared, walk over trees, adapters": Case(SHARED, "trees", walk=WALK, lora=ADAPTERS, num_steps=1, seed=3),
     "packs shared, walk, recomputed": Case(SHARED, walk=WALK, recompute="block", moe=BALANCED, num_steps=1),
@@ -114,6 +112,7 @@ if LONG:
     CASES |= {
         "sharded, walk over trees": Case(over="trees", walk=WALK, num_steps=1),
         "sharded, compiled": Case(moe=BALANCED, is_compiled=True),
+        "experts divided, packs shared, compiled": Case(SHARED_BY_BOTH, moe=BALANCED, num_steps=1, is_compiled=True),
         "sharded, muon, adapters, recomputed, compiled": Case(
             kind="muon", recompute="block", lora=ADAPTERS, is_compiled=True
         ),
@@ -229,6 +228,19 @@ def train_and_evaluate(mesh: MeshConfig, ranks: Ranks) -> list[dict[str, float]]
     return found
 
 
+def compare_compiled(ranks: ProcessRanks) -> tuple[float, int]:
+    """(the largest difference that compiled blocks make to a weight's first moment, number of graphs), of one block and
+    one length."""
+    moments = []
+    for is_compiled in (False, True):
+        case = Case(SHARED_BY_BOTH, is_compiled=is_compiled)
+        engine = make_engine(case, ranks, small_model(num_layers=1, num_mtp=0))
+        engine.step_rows([draw_pack(0, [5, 4])], lr=1e-2)
+        slots = engine.optimizer.slots
+        moments.append({name: slot.tensors["mean"] for name, slot in slots.items() if slot.local.numel()})
+    return distance(moments[1], moments[0]), int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
 def drift(ranks: ProcessRanks) -> str:
     model = small_model()
     align(model, ranks)
@@ -262,6 +274,7 @@ def scenario(ranks: ProcessRanks, folder: Path) -> dict[str, Any]:
     cases |= {bug: replace(PLANTED_IN_CONTEXT, context_bug=bug) for bug in CONTEXT_BUGS}
     outcomes: dict[str, Any] = {name: run_case(case, ranks) for name, case in cases.items()}
     outcomes |= {"drift": drift(ranks), "misfit": misfit(ranks), "skip": skip(ranks), "rows": count_rows(ranks)}
+    outcomes["compiled"] = compare_compiled(ranks)
     for name, mesh in MESHES.items():
         outcomes[f"evaluation, {name}"] = evaluate(mesh, ranks)
         outcomes[f"evaluation between steps, {name}"] = train_and_evaluate(mesh, ranks)
@@ -331,6 +344,13 @@ def compare(case: Case, outcomes: Sequence[Any]) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_train_as_one_process_does(outcomes: Any, name: str) -> None:
     compare(CASES[name], [outcome[name] for outcome in outcomes])
+
+
+def test_compiled_blocks_of_two_ranks_give_the_same_gradients(outcomes: Any) -> None:
+    for outcome in outcomes:
+        difference, num_graphs = outcome["compiled"]
+        assert difference < 1e-12
+        assert num_graphs
 
 
 def test_four_ranks_train_as_one_process_does(folder: Path) -> None:
