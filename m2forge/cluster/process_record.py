@@ -16,13 +16,12 @@ The loop writes the step of the policy version that each sampler is known to ser
 import contextlib
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from m2forge.errors import EngineError
-from m2forge.files import append_line, whole_lines, write_atomic
+from m2forge.files import append_line, whole_lines
 
 SUFFIX = ".jsonl"
 VERSIONS_FILE = "versions.json"
@@ -130,13 +129,8 @@ def _read(path: Path) -> RoleHistory:
     return RoleHistory(path.name.removesuffix(SUFFIX), node, num_starts, is_running, tuple(deaths))
 
 
-def write_versions(folder: Path, steps: Mapping[str, int]) -> None:
-    """Write the step of the version that each sampler serves."""
-    write_atomic(folder / VERSIONS_FILE, json.dumps(steps))
-
-
 def read_versions(folder: Path) -> dict[str, int]:
-    """Empty if nothing can be read."""
+    """The step of the version that each sampler serves; empty if nothing can be read."""
     try:
         return {str(name): int(step) for name, step in json.loads((folder / VERSIONS_FILE).read_bytes()).items()}
     except (OSError, ValueError, AttributeError, TypeError):

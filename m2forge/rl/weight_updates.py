@@ -17,8 +17,9 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from m2forge.cluster.process_record import write_versions
+from m2forge.cluster.process_record import VERSIONS_FILE
 from m2forge.errors import EngineError
+from m2forge.files import write_atomic
 from m2forge.http_client import HttpClient, Response, encode_json
 from m2forge.model.config_file import CONFIG_FILE
 from m2forge.pool.pool import Pool, PoolWriter
@@ -118,12 +119,13 @@ class WeightUpdates:
     ) -> None:
         """`pin`: held during each update. `note_served`: called with each version that all samplers serve."""
         self._weights, self._pool, self._pin = weights, pool, pin
-        self._note_served, self._layout = note_served, layout
+        self._note_served, self._log_folder = note_served, layout.log
+        self._versions_path = layout.processes / VERSIONS_FILE
         self._written: dict[str, int] = {}
 
     async def run(self, samplers: Sequence[Server], writer: PoolWriter) -> None:
         """Send every new version to the samplers, forever."""
-        replicas = [Replica(sampler, self._layout.log) for sampler in samplers]
+        replicas = [Replica(sampler, self._log_folder) for sampler in samplers]
 
         def note() -> None:
             self._write_versions(replicas)
@@ -148,7 +150,7 @@ class WeightUpdates:
         """For the run page."""
         steps = {replica.name: replica.version.step for replica in replicas if replica.version is not None}
         if steps != self._written:
-            write_versions(self._layout.processes, steps)
+            write_atomic(self._versions_path, json.dumps(steps))
             self._written = steps
 
     async def _update(self, replicas: Sequence[Replica], writer: PoolWriter) -> None:

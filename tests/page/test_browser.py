@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from m2forge.cluster.process_record import ProcessRecord, write_versions
+from m2forge.cluster.process_record import VERSIONS_FILE, ProcessRecord
 from m2forge.page.report import write_report
 from m2forge.records import Domain, JsonValue, Task
 from m2forge.text.format import ChatFormat
@@ -47,7 +47,7 @@ def test_a_run_is_shown_and_moves_by_itself(open_page: Callable[..., Page], form
     record.start()
     record.end(-9, is_death=True)
     record.start()
-    write_versions(scene.run_dir / "processes", {"host-0": 3})
+    (scene.run_dir / "processes" / VERSIONS_FILE).write_text('{"host-0": 3}')
     page = open_page()
     with serving(scene.run_dir) as url:
         page.goto(url)

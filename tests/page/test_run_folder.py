@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from m2forge.cluster.process_record import VERSIONS_FILE, ProcessRecord, write_versions
+from m2forge.cluster.process_record import VERSIONS_FILE, ProcessRecord
 from m2forge.errors import NotFoundError, TrainingError
 from m2forge.page import run_folder as page_run
 from m2forge.page.run_folder import Run
@@ -50,7 +50,7 @@ def test_processes_are_shown_with_their_deaths(tmp_path: Path) -> None:
     assert isinstance(deaths, list)
     assert [death["status"] for death in deaths if isinstance(death, dict)] == [1]
     record.end(0, is_death=False)
-    write_versions(tmp_path / page_run.PROCESSES_FOLDER, {"gateway": 4})
+    (tmp_path / page_run.PROCESSES_FOLDER / VERSIONS_FILE).write_text('{"gateway": 4}')
     (ended,) = Run(tmp_path).processes(is_running=True)
     assert isinstance(ended, dict)
     assert (ended["is_running"], ended["num_deaths"], ended["version"]) == (False, 1, 4)
