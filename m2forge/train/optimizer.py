@@ -22,7 +22,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from m2forge.errors import CheckpointError
+from m2forge.errors import CheckpointError, TrainingError
 from m2forge.kernels.adamw import AdamWRule, AdamWState, adamw_
 from m2forge.kernels.arithmetic import at_least_float32
 from m2forge.model.lora import is_adapter
@@ -38,6 +38,7 @@ from m2forge.train.parallel import (
     is_counted,
     is_sharded,
     local,
+    num_replicas,
     sharded_modules,
     sliced,
 )
@@ -115,6 +116,8 @@ class Optimizer:
         """`offload`: host keeps master weights and moments in host memory."""
         self.config, self.ranks, self.offload = config, ranks, offload
         self.slots: dict[str, Slot] = {}
+        self._has_partial_sums = False
+        """Whether FSDP2 holds gradients of a step that has not ended."""
         self.follow(model)
 
     def follow(self, model: Transformer) -> None:
@@ -146,11 +149,20 @@ class Optimizer:
     def add_up_replicas(self, *, is_last: bool) -> None:
         """Have replicas of a sharded model add up their gradients in the step's last backward pass alone; before, each
         keeps the sum of its own."""
+        if not self._sharded_modules:
+            return
+        sharded = [slot.weight for slot in self.slots.values() if is_sharded(slot.weight)]
+        self._has_partial_sums = bool(sharded) and num_replicas(sharded[0]) > 1
         for module in self._sharded_modules:
             module.set_requires_all_reduce(is_last, recurse=False)
 
     def clear(self) -> None:
-        """Discard gradients, such as those of an interrupted step."""
+        """Discard gradients, such as those of an interrupted step. FSDP2 has no way to discard those of replicated
+        shards."""
+        if self._has_partial_sums:
+            raise TrainingError(
+                "a step was interrupted, and its gradients remain in replicated shards; start again from a checkpoint"
+            )
         for slot in self.slots.values():
             slot.total = slot.weight.grad = None
 
@@ -169,6 +181,7 @@ class Optimizer:
     @torch.no_grad()
     def step(self, lr: float) -> Norms:
         """Update the weights that have gradients on any rank, then clear the gradients."""
+        self._has_partial_sums = False
         self.reshard()
         if self.ranks.num_ranks > 1:
             self._add_up_ranks()

@@ -163,7 +163,7 @@ def refuse_drift(model: nn.Module, ranks: Ranks) -> None:
     sharded = [tensor for tensor in tensors if is_sharded(tensor)]
     is_same = _same(_combined([tensor for tensor in tensors if not is_sharded(tensor)]), ranks)
     if sharded:
-        num_together = ranks.num_ranks // _num_replicas(sharded[0])
+        num_together = ranks.num_ranks // num_replicas(sharded[0])
         mine = torch.zeros(ranks.num_ranks, dtype=torch.int64)
         mine[ranks.rank] = _combined([local(tensor) for tensor in sharded])
         is_same &= len(ranks.sum(mine).view(-1, num_together).unique(dim=0)) == 1
@@ -179,7 +179,8 @@ def _combined(tensors: Sequence[Tensor]) -> int:
     return _digest(torch.stack(sums).cpu().numpy().tobytes() if sums else b"")
 
 
-def _num_replicas(tensor: "DTensor") -> int:
+def num_replicas(tensor: "DTensor") -> int:
+    """Number of ranks that hold the same shard."""
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     return math.prod(size for size, placement in sizes if placement.is_replicate())
 

@@ -262,6 +262,16 @@ def drift_of_shard(ranks: ProcessRanks) -> str:
     return str(caught.value)
 
 
+def interrupt(ranks: ProcessRanks) -> str:
+    """What the step after an interrupted one says, which would train the gradients of both."""
+    engine = make_engine(Case(BOTH), ranks)
+    with patch.object(engine, "_update", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        engine.step_rows(packs_of(0, ranks), lr=1e-2)
+    with pytest.raises(TrainingError) as caught:
+        engine.step_rows(packs_of(0, ranks), lr=1e-2)
+    return str(caught.value)
+
+
 def misfit(ranks: ProcessRanks) -> str:
     with pytest.raises(ConfigError) as caught:
         align(small_model(num_mtp=ranks.rank), ranks)
@@ -289,6 +299,7 @@ def scenario_of_four(ranks: ProcessRanks, folder: Path) -> dict[str, Any]:
     outcomes: dict[str, Any] = {name: run_case(case, ranks) for name, case in CASES_OF_FOUR.items()}
     return outcomes | {
         "drift of a shard": drift_of_shard(ranks),
+        "interrupted": interrupt(ranks),
         "resumed": resume(Case(DIVIDED, moe=SIX, kind="muon"), ranks, folder / "checkpoints of six", 1),
     }
 
@@ -359,6 +370,7 @@ def test_four_ranks_train_as_one_process_does(folder: Path) -> None:
     for name, case in CASES_OF_FOUR.items():
         compare(case, [outcome[name] for outcome in outcomes])
     assert all("no longer hold the same weights" in outcome["drift of a shard"] for outcome in outcomes)
+    assert all("a step was interrupted" in outcome["interrupted"] for outcome in outcomes)
     assert [outcome["resumed"] for outcome in outcomes] == [[]] * 4
 
 
