@@ -27,6 +27,7 @@ from sqlalchemy import (
     Connection,
     Select,
     and_,
+    bindparam,
     case,
     cast,
     delete,
@@ -39,6 +40,7 @@ from sqlalchemy import (
 )
 
 from m2forge.pool.config import PoolConfig
+from m2forge.pool.dialect import Query, begin_with, end_with
 from m2forge.pool.lifecycle import (
     DropReason,
     EpisodeState,
@@ -48,7 +50,17 @@ from m2forge.pool.lifecycle import (
     move_episodes,
     move_units,
 )
-from m2forge.pool.queue import TRAINED, QueueRow, UnitRow, Watch, count, drop_group, lock_queue, requeue_group
+from m2forge.pool.queue import (
+    LOCKED_QUEUE,
+    TRAINED,
+    QueueRow,
+    UnitRow,
+    Watch,
+    count,
+    drop_group,
+    lock_queue,
+    requeue_group,
+)
 from m2forge.pool.stored import make_label, split_label
 from m2forge.pool.tables import QUEUE_ID, batch_table, episode_table, fork_table, queue_table, unit_table
 from m2forge.pool.window import Unit, Window
@@ -99,9 +111,14 @@ def claim(
 ) -> Claim | None:
     """Claim a batch for weights at `version`; None while the window holds too few finished units. `watch`: how long
     each unfinished unit, by queue position, has been observed; used to give up stragglers."""
-    queue = lock_queue(connection)
+    first = _QUEUED if wanted.max_tokens is None else _QUEUED_WITH_TOKENS
+    queries: list[Query] = [(first, {"num_rows": config.window.size + wanted.num_units})]
+    is_sqlite = connection.dialect.name == "sqlite"
+    if not is_sqlite:
+        queries.append((_NEXT_BATCH, {}))
+    (queue,), rows, *batch = begin_with(connection, (LOCKED_QUEUE, {}), *queries)
     _require_lineage(queue, version)
-    rows = _window_rows(connection, config.window.size, wanted)
+    rows = _with_rare_labels(connection, rows, config.window.size, wanted)
     by_position = {row.place: row for row in rows}
     window = Window(config.window.size, [_unit(row) for row in rows], queue.num_taken)
     if config.window.max_staleness is not None:
@@ -125,9 +142,11 @@ def claim(
         _give_up(connection, config, given_up, config.window.straggler, DropReason.STRAGGLER)
         taken = wanted.take(window)
     chosen = [by_position[unit.position] for unit in taken]
-    if not chosen or not _lock(connection, chosen, UnitState.READY):
+    if not chosen:
         return None
-    return _take(connection, queue, chosen)
+    if not is_sqlite:
+        return _take_at_end(connection, queue, chosen, batch[0][0].id)
+    return _take(connection, queue, chosen) if _lock(connection, chosen, UnitState.READY) else None
 
 
 def _lock(connection: Connection, rows: Sequence[UnitRow], state: UnitState) -> bool:
@@ -154,11 +173,52 @@ def _take(connection: Connection, queue: QueueRow, rows: Sequence[UnitRow]) -> C
     return Claim(batch, queue.epoch, tuple(ids))
 
 
+_NEXT_BATCH = select(func.nextval(func.pg_get_serial_sequence("batch", "id")).label("id"))
+_TAKE = """
+    WITH locked AS MATERIALIZED (
+        SELECT id, state FROM unit WHERE id = ANY(%(units)s::bigint[]) ORDER BY place FOR UPDATE
+    ), made AS (
+        INSERT INTO batch (id, epoch, num_units, is_open) VALUES (%(batch)s, %(epoch)s, %(num_units)s, TRUE)
+    ), units AS (
+        UPDATE unit SET state = 'training', batch = %(batch)s, is_queued = FALSE,
+            lag = %(num_taken)s - 1 - taken_before
+        WHERE id = ANY(ARRAY(SELECT id FROM locked WHERE state = 'ready')) RETURNING id
+    ), episodes AS (
+        UPDATE episode SET state = 'training'
+        WHERE unit = ANY(ARRAY(SELECT id FROM units)) AND coalesce(state, '') = 'finished' RETURNING id
+    ), counted AS (
+        UPDATE queue SET num_taken = %(num_taken)s
+    )
+    SELECT CASE
+        WHEN 1 / CAST((SELECT count(*) FROM units) = %(num_units)s AS integer) = 1
+            AND (SELECT count(*) FROM episodes) <> %(num_episodes)s
+        THEN CAST('episodes of locked units changed: ' || (SELECT count(*) FROM episodes) AS integer)
+    END
+"""
+"""Divides by zero if a unit is no longer ready."""
+
+
+def _take_at_end(connection: Connection, queue: QueueRow, rows: Sequence[UnitRow], batch: int) -> Claim:
+    """As `_lock` and `_take`, in the round trip to PostgreSQL that also commits. A unit that changes while the
+    statement waits for its lock is seen as it is afterwards; the transaction then fails with `ChangedError`."""
+    claimed = Claim(batch, queue.epoch, tuple(row.id for row in rows))
+    values = {
+        "units": list(claimed.units),
+        "batch": batch,
+        "epoch": queue.epoch,
+        "num_units": len(rows),
+        "num_taken": queue.num_taken + len(rows),
+        "num_episodes": sum(row.size for row in rows),
+    }
+    end_with(connection, _TAKE, values)
+    return claimed
+
+
 def _queued(num_tokens: ColumnElement[int]) -> Select[Any]:
     unit = unit_table.c
     columns = (unit.id, unit.place, unit.group_name, unit.origin, unit.stage, unit.domain, unit.state, unit.size)
-    query = select(*columns, unit.oldest_step, unit.taken_before, num_tokens)
-    return query.where(unit.is_queued).order_by(unit.place)
+    query = select(*columns, unit.oldest_step, unit.taken_before, num_tokens.label("num_tokens"))
+    return query.where(unit.is_queued).order_by(unit.place).limit(bindparam("num_rows"))
 
 
 def _unit_tokens() -> ColumnElement[int]:
@@ -171,13 +231,13 @@ def _unit_tokens() -> ColumnElement[int]:
 _QUEUED, _QUEUED_WITH_TOKENS = _queued(literal(0)), _queued(_unit_tokens())
 
 
-def _window_rows(connection: Connection, size: int, wanted: Wanted) -> Sequence[UnitRow]:
-    """The units that a batch may be chosen from: the first W + n queued units for a batch of n, plus later units of
-    labels that are rare among those, queried by label."""
-    unit, query = unit_table.c, _QUEUED if wanted.max_tokens is None else _QUEUED_WITH_TOKENS
-    rows = list(connection.execute(query.limit(size + wanted.num_units)).all())
+def _with_rare_labels(connection: Connection, rows: Sequence[UnitRow], size: int, wanted: Wanted) -> Sequence[UnitRow]:
+    """The units that a batch may be chosen from: the first W + n queued units for a batch of n, which are `rows`, plus
+    later units of labels that are rare among those, queried by label."""
     if wanted.quotas is None or len(rows) < size + wanted.num_units:
         return rows
+    unit, query = unit_table.c, _QUEUED if wanted.max_tokens is None else _QUEUED_WITH_TOKENS
+    rows = list(rows)
     num_in_window, behind = Counter(make_label(row.stage, row.domain) for row in rows), rows[-1].place
     for label, quota in wanted.quotas(wanted.num_units).items():
         # A smaller batch may hold one unit more of a label, by rounding.

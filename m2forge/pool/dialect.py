@@ -14,10 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy import Connection, Engine, Table, create_engine, event, insert, make_url, text, update
+from sqlalchemy import Connection, Engine, Select, Table, create_engine, event, insert, make_url, text, update
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine.interfaces import DBAPIConnection, DBAPICursor
 from sqlalchemy.exc import DBAPIError, NoSuchModuleError, OperationalError
@@ -28,11 +29,15 @@ from m2forge.files import sync_path
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.tables import call_table, queue_table
 
+if TYPE_CHECKING:
+    import psycopg
+
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 PAGE_BYTES = 16384
 """Page size of SQLite, large enough for a few calls."""
+_DRIVER = "postgresql+psycopg"
 _SCHEMA_LOCK = 0x6D32706F
 """Id of PostgreSQL's advisory lock held while tables are created."""
 _BOUND_LOG_EVERY = 64
@@ -44,7 +49,12 @@ _FIRST_DELAY_S, _MAX_DELAY_S = 0.05, 2.0
 _NOT_READY = ("57P03", "53300")
 """SQLSTATE of a server that starts or shuts down, and of one that has no connection left."""
 
+_TRANSACTION, _LAST = "m2forge_transaction", "m2forge_last"
+"""Keys under which a connection holds its transaction's number, if it was read before the end, and its last statement,
+if that is sent with COMMIT."""
+_DIVISION_BY_ZERO = "22012"
 _ADD_CALLS = insert(call_table)
+_NUMBER = "SELECT txid_current_if_assigned()"
 _COPY_CALLS = "COPY call (episode, attempt, ordinal, data) FROM STDIN (FORMAT BINARY)"
 # Days since noon of 24 November 4714 BC; 2440587.5 is the epoch.
 _SQLITE_NOW = text("SELECT (julianday('now') - 2440587.5) * 86400.0")
@@ -57,6 +67,10 @@ class PoolError(M2ForgeError, OSError):
 
 class ConnectionLostError(PoolError):
     """The connection was lost, or not made; nothing of the transaction is stored, so that it may be repeated."""
+
+
+class ChangedError(M2ForgeError):
+    """A row that the last statement of a transaction relies on has changed; nothing of the transaction is stored."""
 
 
 class Database:
@@ -80,7 +94,7 @@ class Database:
             else:
                 wait_ms = round(config.busy_timeout_s * 1000)
                 options = f"-c lock_timeout={wait_ms}"
-                url = url.set(drivername="postgresql+psycopg")
+                url = url.set(drivername=_DRIVER)
                 arguments = {"options": options, "cursor_factory": _binary_cursor()}
                 # No ping before each transaction: one that finds its connection closed is repeated.
                 self.engine = create_engine(url, connect_args=arguments)
@@ -98,13 +112,18 @@ class Database:
         """One write transaction, committed when the block ends and rolled back if it raises. `is_idempotent`: it may
         be repeated after a commit, too."""
         with self._named(), self._writing.connect() as connection, connection.begin() as transaction:
+            connection.info.pop(_TRANSACTION, None)
+            connection.info.pop(_LAST, None)
             yield connection
             number = None if is_idempotent else self._transaction_number(connection)
             try:
+                if _LAST in connection.info:
+                    _commit_with(connection, *connection.info.pop(_LAST))
                 transaction.commit()
             except DBAPIError as error:
                 if is_idempotent or not self._is_lost(error) or not self._has_committed(number):
                     raise
+                transaction.close()
         self._num_writes += 1
         if self.is_sqlite and self._num_writes % _BOUND_LOG_EVERY == 0:
             self.bound_log()
@@ -133,7 +152,10 @@ class Database:
 
     def _transaction_number(self, connection: Connection) -> int | None:
         """PostgreSQL's number of a transaction that has written."""
-        return None if self.is_sqlite else connection.execute(text("SELECT txid_current_if_assigned()")).scalar_one()
+        if self.is_sqlite:
+            return None
+        known: int | None = connection.info.pop(_TRANSACTION, None)
+        return known or connection.execute(text(_NUMBER)).scalar_one()
 
     def _has_committed(self, number: int | None) -> bool:
         """Whether a transaction committed although its connection was lost; waits until the database reports it."""
@@ -264,20 +286,79 @@ def add_calls(connection: Connection, rows: Sequence[tuple[int, int, int, bytes]
     if connection.dialect.name == "sqlite":
         connection.execute(_ADD_CALLS, [dict(zip(columns, row, strict=True)) for row in rows])
         return
+    with _driver(connection, _COPY_CALLS) as raw, raw.cursor().copy(_COPY_CALLS) as copy:
+        copy.set_types(("int8", "int4", "int4", "bytea"))
+        for row in rows:
+            copy.write_row(row)
+
+
+Query = tuple[Select[Any], Mapping[str, object]]
+"""A query that lives as long as the program, as it is compiled once, and its parameters."""
+
+
+def begin_with(connection: Connection, locking: Query, *queries: Query) -> list[Sequence[Any]]:
+    """Rows of a write transaction's first queries, of which `locking` locks a row. To PostgreSQL they and the beginning
+    of the transaction are one round trip, in which it also returns the number that `Database.write` needs at the end:
+    on a saturated machine each round trip waits twice for a core."""
+    if connection.dialect.name == "sqlite":
+        return [connection.execute(query, values).all() for query, values in (locking, *queries)]
+    from psycopg.rows import namedtuple_row
+
+    with _driver(connection, "BEGIN") as raw:
+        with raw.pipeline():
+            cursors = [raw.cursor(row_factory=namedtuple_row) for _ in queries]
+            first, number = raw.cursor(row_factory=namedtuple_row), raw.cursor()
+            first.execute(*_compiled(*locking))
+            number.execute(_NUMBER)
+            for cursor, query in zip(cursors, queries, strict=True):
+                cursor.execute(*_compiled(*query))
+        found: list[Sequence[Any]] = [cursor.fetchall() for cursor in (first, *cursors)]
+        ((connection.info[_TRANSACTION],),) = number.fetchall()
+    return found
+
+
+def end_with(connection: Connection, statement: str, values: Mapping[str, object]) -> None:
+    """Have `Database.write` send this statement and COMMIT to PostgreSQL in one round trip. A statement that divides by
+    zero raises `ChangedError` there."""
+    connection.info[_LAST] = (statement, values)
+
+
+def _commit_with(connection: Connection, statement: str, values: Mapping[str, object]) -> None:
+    try:
+        with _driver(connection, statement) as raw, raw.pipeline():
+            raw.execute(statement, values)
+            raw.commit()
+    except DBAPIError as error:
+        if getattr(error.orig, "sqlstate", None) == _DIVISION_BY_ZERO:
+            raise ChangedError("a row changed since it was read") from error
+        raise
+
+
+def _compiled(query: Select[Any], values: Mapping[str, object]) -> tuple[bytes, Mapping[str, object]]:
+    statement, known = _text(query)
+    return statement, {**known, **values}
+
+
+@cache
+def _text(query: Select[Any]) -> tuple[bytes, Mapping[str, object]]:
+    compiled = query.compile(dialect=make_url(f"{_DRIVER}://").get_dialect()())
+    return str(compiled).encode(), compiled.params
+
+
+@contextmanager
+def _driver(connection: Connection, statement: str) -> Iterator["psycopg.Connection[Any]"]:
+    """The driver's connection, whose errors are raised as SQLAlchemy raises those of `statement`."""
     import psycopg
 
     raw = connection.connection.driver_connection
     assert isinstance(raw, psycopg.Connection)
     try:
-        with raw.cursor().copy(_COPY_CALLS) as copy:
-            copy.set_types(("int8", "int4", "int4", "bytea"))
-            for row in rows:
-                copy.write_row(row)
+        yield raw
     except psycopg.Error as error:
         is_closed = raw.closed
         if is_closed:
             connection.invalidate(error)
-        known = DBAPIError.instance(_COPY_CALLS, None, error, psycopg.Error, connection_invalidated=is_closed)
+        known = DBAPIError.instance(statement, None, error, psycopg.Error, connection_invalidated=is_closed)
         raise known from error
 
 

@@ -17,14 +17,16 @@ shares a pool opens it itself. Methods block; asyncio code uses `PoolWriter`.
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, wraps
+from pathlib import Path
 from types import TracebackType
 from typing import Concatenate, Generic, ParamSpec, Self, TypeVar
 
-from sqlalchemy import Connection, and_, delete, func, insert, literal_column, or_, select
+from sqlalchemy import Connection, and_, delete, func, insert, literal_column, make_url, or_, select
 
 from m2forge.errors import ConfigError, M2ForgeError
 from m2forge.pool import batch as batches
@@ -34,7 +36,7 @@ from m2forge.pool import record
 from m2forge.pool.batch import Claim, Restored, Wanted
 from m2forge.pool.config import PoolConfig, RetentionConfig
 from m2forge.pool.deployed_groups import DeployedEpisode
-from m2forge.pool.dialect import Database
+from m2forge.pool.dialect import ChangedError, ConnectionLostError, Database, PoolError
 from m2forge.pool.lifecycle import EpisodeState, LeaseLostError, UnitState, in_state
 from m2forge.pool.queue import Tally, UnreplacedGroup, Watch, read_queue, read_tally
 from m2forge.pool.record import Append, Ending, Rewarding
@@ -58,6 +60,34 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Item = TypeVar("Item")
 _log = logging.getLogger(__name__)
+
+
+def require_database(config: PoolConfig, vocab_size: int) -> None:
+    """Raise unless the database can be reached, and holds no pool or one for this vocabulary; nothing is created."""
+    path = Path(str(make_url(config.url).database))
+    if config.url.startswith("sqlite") and not path.exists():
+        parent = next(parent for parent in path.absolute().parents if parent.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise PoolError(f"pool.url: {path} cannot be created in {parent}; give a path in a folder that is writable")
+        return
+    database = Database(config)
+    try:
+        with database.read() as connection:
+            if connection.dialect.has_table(connection, queue_table.name):
+                _refuse_other_pool(database, connection, vocab_size)
+    except ConnectionLostError as error:
+        reason = " ".join(str(error).split())
+        raise PoolError(f"pool.url: {reason}; start the database, or give the URL of one that runs") from error
+    finally:
+        database.close()
+
+
+def _refuse_other_pool(database: Database, connection: Connection, vocab_size: int) -> None:
+    row = queues.read_queue(connection)
+    for name, expected in (("schema_version", SCHEMA_VERSION), ("vocab_size", vocab_size)):
+        stored = getattr(row, name)
+        if stored != expected:
+            raise ConfigError(f"{database.display_url}: its {name} is {stored}, expected {expected}; use another pool")
 
 
 def _repeated(
@@ -105,13 +135,7 @@ class Pool:
         if not is_created:
             self._make_tables()
         with self.database.read() as connection:
-            row = queues.read_queue(connection)
-        for name, expected in (("schema_version", SCHEMA_VERSION), ("vocab_size", self.vocab_size)):
-            stored = getattr(row, name)
-            if stored != expected:
-                raise ConfigError(
-                    f"{self.database.display_url}: its {name} is {stored}, expected {expected}; use another pool"
-                )
+            _refuse_other_pool(self.database, connection, self.vocab_size)
 
     def _make_tables(self) -> None:
         with self.database.write() as connection:
@@ -304,16 +328,11 @@ class Pool:
         False if the lease is lost."""
         return self._give_up(lease, reason)
 
-    @_repeated
     def claim(self, num_units: int, version: PolicyVersion, quotas: Mapping[str, int] | None = None) -> Claim | None:
         """Claim a batch for weights at `version`; None while the window holds too few finished units. `quotas`: units
         per label (STAGE/DOMAIN, or DOMAIN for units without a stage), which add up to `num_units`."""
-        with self.database.write() as connection:
-            wanted = Wanted(num_units, None if quotas is None else lambda _: quotas)
-            now_s = partial(self._now_s, connection)
-            return batches.claim(connection, self.config, wanted, version, now_s, self._stuck)
+        return self._claim(Wanted(num_units, None if quotas is None else lambda _: quotas), version)
 
-    @_repeated
     def claim_within(
         self,
         max_tokens: int,
@@ -324,10 +343,16 @@ class Pool:
         """Claim as many units as fit into `max_tokens`, at least one and at most `max_units`; None while the window
         holds too few finished units to decide. A token counts once for each attempt that recorded it. `quotas`: maps
         a batch size to the units per label."""
-        with self.database.write() as connection:
-            wanted = Wanted(max_units, quotas, max_tokens)
-            now_s = partial(self._now_s, connection)
-            return batches.claim(connection, self.config, wanted, version, now_s, self._stuck)
+        return self._claim(Wanted(max_units, quotas, max_tokens), version)
+
+    @_repeated
+    def _claim(self, wanted: Wanted, version: PolicyVersion) -> Claim | None:
+        try:
+            with self.database.write() as connection:
+                now_s = partial(self._now_s, connection)
+                return batches.claim(connection, self.config, wanted, version, now_s, self._stuck)
+        except ChangedError:
+            return None
 
     @_repeated
     def batch_sizes(self, lineage: str) -> list[int]:

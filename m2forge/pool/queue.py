@@ -103,6 +103,8 @@ class Watch(Generic[Key]):
         self._since = {}
 
 
+_QUEUE = select(queue_table).where(queue_table.c.id == QUEUE_ID)
+LOCKED_QUEUE = _QUEUE.with_for_update()
 QueueRow = Row[tuple[object, ...]]
 UnitRow = Row[tuple[object, ...]]
 FRESH: dict[str, object] = {
@@ -126,11 +128,11 @@ FRESH: dict[str, object] = {
 def lock_queue(connection: Connection) -> QueueRow:
     """Lock and return the pool's counters: no other process changes them or claims a batch until this transaction
     ends."""
-    return connection.execute(select(queue_table).where(queue_table.c.id == QUEUE_ID).with_for_update()).one()
+    return connection.execute(LOCKED_QUEUE).one()
 
 
 def read_queue(connection: Connection) -> QueueRow:
-    return connection.execute(select(queue_table).where(queue_table.c.id == QUEUE_ID)).one()
+    return connection.execute(_QUEUE).one()
 
 
 def lock_unit(connection: Connection, unit: int) -> UnitRow:

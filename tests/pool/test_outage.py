@@ -6,16 +6,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from sqlalchemy import Connection, create_engine, event, text
 
+from m2forge.pool import dialect
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.dialect import PoolError
 from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.stored import Lease, Outcome
 from tests.pool.postgres import Server, find_programs, restartable_server
-from tests.pool.scene import VOCAB_SIZE, Clock, calls, task, version
+from tests.pool.scene import VOCAB_SIZE, Clock, calls, play_all, task, version
 
 LIMIT_S = 120.0
 _numbers = itertools.count()
@@ -76,6 +78,37 @@ def test_a_commit_without_an_answer_takes_effect_once(config: PoolConfig, server
         assert len(ended) == 1
         assert pool.tally().total("submitted") == 1
         assert pool.counts()["queued"] == 2
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_claim_without_an_answer_takes_effect_once(
+    config: PoolConfig, server: Server, monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    """Its last statement and COMMIT lose their connection before the server has them, or their answer."""
+    lost: list[int] = []
+
+    def commit(connection: Connection, *last: Any) -> None:
+        raw = connection.connection.driver_connection
+        assert raw is not None
+        if not lost:
+            lost.append(raw.info.backend_pid)
+            if is_late:
+                send(connection, *last)
+            terminate(server, lost[0])
+            connection.execute(text("SELECT 1"))
+        send(connection, *last)
+
+    send = dialect._commit_with
+    monkeypatch.setattr(dialect, "_commit_with", commit)
+    with Pool(config, VOCAB_SIZE) as pool:
+        pool.put([(task(n), 2) for n in range(4)])
+        play_all(pool)
+        claimed = pool.claim(2, version(0))
+        assert len(lost) == 1
+        assert claimed is not None
+        assert pool.counts() == {state: {"finished": 4, "training": 4}.get(state, 0) for state in pool.counts()}
+        pool.commit(claimed, version(1))
+        assert pool.counts()["trained"] == 4
 
 
 def test_closed_connections_are_opened_again(config: PoolConfig, server: Server) -> None:
