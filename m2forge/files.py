@@ -6,6 +6,8 @@ process killed in between leaves a hidden `.NAME.*.partial` sibling, never a par
 Growing line files (metrics, evaluations, busy logs) are appended to with one write per line, including its newline. A
 process or machine that crashes while writing leaves at most one incomplete last line: `open_lines` removes it before
 anything is appended, and `whole_lines` skips it in reading.
+
+`shared_token` is how machines find out whether a folder is on a file system that they share.
 """
 
 import os
@@ -116,6 +118,23 @@ def append_line(path: Path, line: str) -> None:
 def whole_lines(data: bytes) -> list[bytes]:
     """The lines of `data` that end with a newline."""
     return data[: data.rfind(b"\n") + 1].split(b"\n")[:-1]
+
+
+@contextmanager
+def shared_token(folder: Path) -> Iterator[Path]:
+    """A new file of the folder that exists for the duration of the context, by which others see whether their folder of
+    that name is this one. The folder and its parents are created if missing, and then removed again."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f".shared-{secrets.token_hex(8)}"
+    try:
+        path.touch()
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+        with suppress(OSError):  # another run writes there
+            for made in missing:
+                made.rmdir()
 
 
 def sync_path(path: Path) -> None:

@@ -56,26 +56,38 @@ def tree_mask(exit_N: Tensor, position_N: Tensor, size: int | None, num_sinks: i
     return _mask(some, full, _tree_test(exit_N, position_N, size, num_sinks), exit_N.shape[0])
 
 
-def path_mask(exit_N: Tensor, position_N: Tensor, num_above: int, size: int | None, num_sinks: int) -> BlockMask:
-    """The mask of path_attention.py: keys are `num_above` tokens of a path, then the queries' own. Queries and keys are
-    padded to whole blocks; no query sees a key of the padding, and queries of the padding see anything."""
-    num_queries, device = exit_N.shape[0], exit_N.device
-    num_keys = num_above + num_queries
+def path_mask(
+    exit_N: Tensor,
+    position_N: Tensor,
+    num_above: int,
+    size: int | None,
+    num_sinks: int,
+    query_Q: Tensor | None = None,
+) -> BlockMask:
+    """The mask of path_attention.py: keys are `num_above` tokens of a path, then the N tokens themselves. `query_Q`:
+    the tokens that have a query, ascending; None: all. Queries and keys are padded to whole blocks; no query sees a key
+    of the padding, and queries of the padding see anything."""
+    num_own, device = exit_N.shape[0], exit_N.device
+    num_keys = num_above + num_own
+    num_queries = num_own if query_Q is None else query_Q.shape[0]
     # The first query that sees each key, and the one after the last, both counted from the first query.
-    first_M = _filled(torch.arange(num_keys, device=device) - num_above, num_queries)
-    exit_M = _filled(torch.cat((exit_N.new_full((num_above,), num_queries), exit_N)), 0)
+    first_M = _filled(torch.arange(num_keys, device=device) - num_above, num_own)
+    exit_M = _filled(torch.cat((exit_N.new_full((num_above,), num_own), exit_N)), 0)
     position_M = _filled(torch.cat((torch.arange(num_above, device=device), position_N)), 0)
-    position_N = _filled(position_N, 0)
+    position_Q = _filled(position_N if query_Q is None else position_N[query_Q], 0)
     q_first = torch.arange(0, num_queries, BLOCK, device=device)[:, None]
     q_last = (q_first + BLOCK - 1).clamp(max=num_queries - 1)
+    if query_Q is not None:
+        q_first, q_last = query_Q[q_first], query_Q[q_last]
     (least_first, most_first), (least_exit, most_exit) = _range(first_M), _range(exit_M)
     some = (least_first <= q_last) & (most_exit > q_first)
     full = (most_first <= q_first) & (least_exit > q_last)
     if size is not None:
-        (least_q, most_q), (least_k, most_k) = _range(position_N), _range(position_M)
+        (least_q, most_q), (least_k, most_k) = _range(position_Q), _range(position_M)
         some &= (least_q[:, None] - most_k < size) | (least_k < num_sinks)
         full &= (most_q[:, None] - least_k < size) | (most_k < num_sinks)
-    test = _path_test(first_M, exit_M, position_N, position_M, size, num_sinks)
+    token_Q = None if query_Q is None else _filled(query_Q, 0)
+    test = _path_test(first_M, exit_M, token_Q, position_Q, position_M, size, num_sinks)
     return _mask(some, full, test, whole_blocks(num_queries), whole_blocks(num_keys))
 
 
@@ -147,17 +159,26 @@ def _tree_test(exit_N: Tensor, position_N: Tensor, size: int | None, num_sinks: 
 
 
 def _path_test(
-    first_M: Tensor, exit_M: Tensor, position_N: Tensor, position_M: Tensor, size: int | None, num_sinks: int
+    first_M: Tensor,
+    exit_M: Tensor,
+    token_Q: Tensor | None,
+    position_Q: Tensor,
+    position_M: Tensor,
+    size: int | None,
+    num_sinks: int,
 ) -> TokenTest:
+    """`token_Q`: the token of each query; None: its index."""
+
     def below(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (first_M[k] <= q) & (q < exit_M[k])
+        token = q if token_Q is None else token_Q[q]
+        return (first_M[k] <= token) & (token < exit_M[k])
 
     if size is None:
         return below
     size_1, sinks_1 = exit_M.new_tensor(size), exit_M.new_tensor(num_sinks)
 
     def in_window(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return below(batch, head, q, k) & ((position_N[q] - position_M[k] < size_1) | (position_M[k] < sinks_1))
+        return below(batch, head, q, k) & ((position_Q[q] - position_M[k] < size_1) | (position_M[k] < sinks_1))
 
     return in_window
 

@@ -11,10 +11,10 @@ node. Frequent callers on CUDA build the kernel's schedule once (tree_schedule.p
 Shapes: N tokens, V nodes, H query heads, G key/value heads, K head dimension.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, groupby
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -97,17 +97,44 @@ def tree_attention_plain(
 ) -> Tensor:
     """`masks[v]`: the tokens of its path, from the root to its own last, that each token of node v sees; None for all
     up to itself."""
-    outs = []
-    for node, path_P in enumerate(paths(layout)):
-        start, end = int(layout.start_V[node]), int(layout.end_V[node])
-        q = q_NHK[start:end].transpose(0, 1)[None]
+    num_V = (layout.end_V - layout.start_V).tolist()
+    return run_attention(q_NHK, k_NGK, v_NGK, zip(num_V, paths(layout), strict=True), masks)
+
+
+Run: TypeAlias = tuple[int, Tensor]
+"""Queries of tokens that follow one another in a node: their number, and the path from the root to the last."""
+
+
+def run_attention(
+    q_QHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, runs: Iterable[Run], masks: Sequence[Tensor | None] | None = None
+) -> Tensor:
+    """`runs`: those of the queries, in order. `masks`: the tokens of its path that each query of a run sees; None for
+    all up to itself."""
+    outs, start = [], 0
+    for index, (num, path_P) in enumerate(runs):
+        q = q_QHK[start : start + num].transpose(0, 1)[None]
+        start += num
         k, v = (x.index_select(0, path_P.to(x.device)).transpose(0, 1)[None] for x in (k_NGK, v_NGK))
-        mask = None if masks is None else masks[node]
+        mask = None if masks is None else masks[index]
         if mask is None:
-            mask = torch.ones(end - start, path_P.shape[0], dtype=torch.bool).tril(path_P.shape[0] - (end - start))
+            mask = torch.ones(num, path_P.shape[0], dtype=torch.bool).tril(path_P.shape[0] - num)
         gqa = q.shape[1] != k.shape[1]
         outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.device), enable_gqa=gqa)[0])
     return torch.cat(outs, dim=1).transpose(0, 1)
+
+
+def query_runs(layout: TreeLayout, query_Q: Tensor) -> Iterator[Run]:
+    """The runs of some tokens, which ascend."""
+    query_Q = query_Q.cpu()
+    node_Q = torch.searchsorted(layout.end_V, query_Q, right=True)
+    is_next_Q = (query_Q.diff() == 1) & (node_Q.diff() == 0)
+    (last_R,) = torch.cat((~is_next_Q, is_next_Q.new_ones(1))).nonzero(as_tuple=True)
+    num_R = last_R.diff(prepend=last_R.new_tensor([-1])).tolist()
+    ends_R = zip(node_Q[last_R].tolist(), query_Q[last_R].tolist(), num_R, strict=True)
+    by_node = {node: list(group) for node, group in groupby(ends_R, key=lambda end: end[0])}
+    for node, (end, path_P) in enumerate(zip(layout.end_V.tolist(), paths(layout), strict=True)):
+        for _, last, num in by_node.get(node, []):
+            yield num, path_P[: path_P.shape[0] - (end - 1 - last)]
 
 
 def paths(layout: TreeLayout) -> Iterator[Tensor]:

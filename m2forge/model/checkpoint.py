@@ -11,8 +11,10 @@ so that no other program misreads it.
 """
 
 import json
+import logging
 import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from m2forge.files import staged_folder, write_atomic
 from m2forge.model.architecture import CONFIG_KEY, public_parts, to_public
 from m2forge.model.build import empty
 from m2forge.model.config import ModelConfig
-from m2forge.model.config_file import CONFIG_FILE, WEIGHTS_FILE, is_sharded_folder
+from m2forge.model.config_file import CONFIG_FILE, MERGED_FOLDER, WEIGHTS_FILE, is_sharded_folder
 from m2forge.model.delta import (
     DELTA_CONFIG_FILE,
     DELTA_FILE,
@@ -36,6 +38,7 @@ from m2forge.model.delta import (
 )
 from m2forge.model.folder import FolderSource
 from m2forge.model.gguf_file import GGUF_SUFFIX, GGUFSource
+from m2forge.model.host_memory import empty_host
 from m2forge.model.lora import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
@@ -47,8 +50,17 @@ from m2forge.model.lora import (
     write_adapter,
     write_tensors,
 )
-from m2forge.model.manifest import NO_IMAGES, NUM_THREADS, Entry, write_manifest
-from m2forge.model.safetensors_file import Written, write_index, write_rank_shards, write_shards
+from m2forge.model.manifest import (
+    NO_IMAGES,
+    NUM_THREADS,
+    Entry,
+    describe,
+    digest_of,
+    read_manifest,
+    tensors_in,
+    write_manifest,
+)
+from m2forge.model.safetensors_file import Written, plan_files, write_files, write_index, write_shards
 from m2forge.model.tensor_source import (
     TOKEN_ID_KEYS,
     ModelSource,
@@ -62,36 +74,41 @@ from m2forge.model.transformer import Transformer
 from m2forge.text.tokenizer import TEMPLATES_FOLDER
 
 MAX_SHARD_BYTES = 5_000_000_000
-VERSION_SHARD_BYTES, MOST_VERSION_SHARDS = 1 << 28, 64
-"""Files of a policy version are written and read several at a time."""
+VERSION_SHARD_BYTES, MOST_VERSION_SHARDS = 1 << 25, 64
+"""Files of a policy version are written and read several at a time, and broadcast while those after them are written.
+"""
+WHOLE_PREFIX = "model"
+"""How the names of files with whole tensors begin."""
 PARTS_AT_ONCE = 32
+_log = logging.getLogger(__name__)
 
 
 def open_source(path: Path, images: Mapping[str, Tensor] = NO_IMAGES) -> Source:
     """The weights in a model folder, an adapter or delta folder, merged with its base, or a GGUF file. A model folder
-    may be the one of a checkpoint, whichever ranks wrote it. `images`: files of this folder that came by broadcast, by
-    name."""
+    may be the one of a checkpoint, whichever ranks wrote it. `images`: files of an adapter or delta folder
+    that came by broadcast, by name."""
     folders = [path]
     while (base := _base(folders[-1])) is not None:
         if base in folders:
             raise CheckpointError(f"{folders[-1]}: its base {base} builds on this one")
         folders.append(base)
     last = folders.pop()
-    source = _open_last(last, NO_IMAGES if folders else images)
+    source = _open_last(last)
     for folder in reversed(folders):
+        found = images if folder == path else NO_IMAGES
         if is_adapter_folder(folder):
-            source = AdapterSource(folder, source)
+            source = AdapterSource(folder, source, found)
         else:
-            source = DeltaSource(folder, source, images if folder == path else NO_IMAGES)
+            source = DeltaSource(folder, source, found)
     return source
 
 
-def _open_last(path: Path, images: Mapping[str, Tensor]) -> Source:
+def _open_last(path: Path) -> Source:
     if is_sharded_folder(path):
         from m2forge.model.sharded_folder import ShardedSource
 
         return ShardedSource(path)
-    return GGUFSource(path) if path.suffix == GGUF_SUFFIX and path.is_file() else FolderSource(path, images)
+    return GGUFSource(path) if path.suffix == GGUF_SUFFIX and path.is_file() else FolderSource(path)
 
 
 def _base(folder: Path) -> Path | None:
@@ -169,16 +186,17 @@ def write_share(
     folder: Path,
     rank: int | None = None,
     published: Mapping[str, Tensor] | None = None,
-) -> list[Path]:
+) -> Iterator[Path]:
     """Write one rank's share of a version's tensors into `folder`, by default all of them: whole, or as they differ
-    from `published`, which hold them afterwards. Returns its files."""
+    from `published`, which hold them afterwards. Yields each file once it is complete."""
     if model.lora is not None:
-        paths = [folder / ADAPTER_FILE] if tensors else []
         if tensors:
             write_tensors({name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}, folder)
+            yield folder / ADAPTER_FILE
     elif published is not None:
-        paths = [folder / (DELTA_FILE if rank is None else f"delta-rank{rank:05d}.safetensors")]
-        write_delta(paths[0], published, tensors)
+        path = folder / (DELTA_FILE if rank is None else f"delta-rank{rank:05d}.safetensors")
+        write_delta(path, published, tensors)
+        yield path
     else:
         headers = {name: TensorHeader(tuple(t.shape), _written_dtype(name, t.dtype)) for name, t in tensors.items()}
 
@@ -187,12 +205,7 @@ def write_share(
 
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         shard_bytes = max(VERSION_SHARD_BYTES, num_bytes // MOST_VERSION_SHARDS)
-        if rank is None:
-            write_shards(folder, headers, read, shard_bytes)
-            paths = list(folder.glob("*.safetensors"))
-        else:
-            paths = write_rank_shards(folder, headers, read, shard_bytes, rank)
-    return sorted(paths)
+        yield from write_files(folder, plan_files(headers, shard_bytes, rank), headers, read)
 
 
 def complete_version(
@@ -210,11 +223,22 @@ def complete_version(
     write_identity(model, folder, companions)
 
 
+def write_merged(model: Transformer, folder: Path, companions: tuple[Path, ...] = ()) -> None:
+    """Write the model that `folder`, a version of `model`, has with its adapter merged, tensor by tensor, beside the
+    adapter."""
+    merged, dtype = folder / MERGED_FOLDER, model.embedding.weight.dtype
+    write_model(open_source(folder), merged, dtype=dtype, max_shard_bytes=VERSION_SHARD_BYTES, companions=companions)
+    paths = sorted(merged.glob("*.safetensors"))
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        write_manifest(merged, {path.name: entry for path, entry in zip(paths, pool.map(describe, paths), strict=True)})
+
+
 def copy_model(source: Path, folder: Path, companions: tuple[Path, ...] = ()) -> None:
     """Copy a model folder. What ranks wrote becomes an ordinary one, tensor by tensor; an adapter stays an adapter."""
     if not is_sharded_folder(source):
         with staged_folder(folder) as partial:
-            shutil.copytree(source, partial, dirs_exist_ok=True)
+            ignored = shutil.ignore_patterns(MERGED_FOLDER) if is_adapter_folder(source) else None
+            shutil.copytree(source, partial, dirs_exist_ok=True, ignore=ignored)
     elif is_adapter_folder(source):
         with staged_folder(folder) as partial:
             write_tensors(AdapterSource(source, open_source(base_of(source))).tensors, partial)
@@ -247,33 +271,84 @@ def fill(model: Transformer, source: Source, loaded: Path | None = None) -> None
                 delta.change(name, weight)
 
 
+class StagingMemory:
+    """Host memory for all weights of a network, from which filling it is a copy alone."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.parts = dict(public_parts(model.config))
+        state = model.state_dict()
+        self.tensors = {
+            name: empty_host(state[name].shape, state[name].dtype, pinned=state[name].is_cuda)
+            for name in dict.fromkeys(part.name for part in self.parts.values())
+        }
+        """By their names in the network, of which one holds many public tensors."""
+        self.filled = set[str]()
+        """Public names of the tensors that have been copied in."""
+
+    def put(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy tensors in, by public name."""
+        parts = [self.parts[name] for name in tensors]
+        # One call for many: between two, a thread waits for the interpreter, which steps of the sampler hold.
+        torch._foreach_copy_([part.of(self.tensors[part.name]) for part in parts], list(tensors.values()))
+        self.filled.update(tensors)
+
+
+class Arrival:
+    """A version whose files come by broadcast, one by one, while its folder is not complete yet.
+
+    Whole tensors are staged as soon as their file is there, and are not weights before the manifest of the complete
+    folder states each file's digest. Files of adapters and changes are kept as they came."""
+
+    def __init__(self, model: Transformer) -> None:
+        """`model`: the network into which the version will be loaded."""
+        self.images = dict[str, Tensor]()
+        """The bytes of each file that is not staged, by its name."""
+        self._model, self._lock = model, threading.Lock()
+        self._memory: StagingMemory | None = None
+        self._staged = list[tuple[str, str]]()
+        """Name and digest of each file that was copied into staging memory; no digest if that failed partway."""
+
+    def add(self, name: str, content: Tensor) -> None:
+        """Take a file, whose memory is free again when this returns. Several threads may call this."""
+        if not name.startswith(WHOLE_PREFIX):
+            self.images[name] = content.clone()
+            return
+        with self._lock:
+            self._memory = self._memory or StagingMemory(self._model)
+        digest = ""
+        try:
+            self._memory.put(tensors_in(content))
+            digest = digest_of(content)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            # No digest has been compared yet, so these may be any bytes.
+            _log.warning("%s came by broadcast and cannot be staged (%s: %s)", name, type(error).__name__, error)
+        self._staged.append((name, digest))
+
+    def staged(self, folder: Path) -> Mapping[str, Tensor]:
+        """The weights of the version in `folder` by their names in the network, if all its files are staged; else
+        empty."""
+        if self._memory is None:
+            return {}
+        stated = sorted((name, entry["digest"]) for name, entry in read_manifest(folder).items())
+        if sorted(self._staged) != stated or self._memory.filled != self._memory.parts.keys():
+            _log.warning("%s: the broadcast brought other files than the manifest states; reading the folder", folder)
+            return {}
+        return self._memory.tensors
+
+
 class Staged:
     """The weights of `source` in host memory, so that filling the network is a copy alone. If `model` holds the weights
     of the folder `loaded`, and deltas lead from there to `source`, these are all that is in memory."""
 
-    def __init__(self, model: Transformer, source: Source, loaded: Path | None) -> None:
+    def __init__(
+        self, model: Transformer, source: Source, loaded: Path | None, arrived: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """`arrived`: the weights of `source`, if they are staged already (`Arrival.staged`)."""
         self._source = source
-        self._tensors = dict[str, Tensor]()
-        """By their names in the network, of which one holds many of the source's."""
-        if _deltas(source, loaded) is not None:
-            return  # the changes are in memory
-        state, parts = model.state_dict(), list(public_parts(model.config))
-        for part_name in dict.fromkeys(part.name for _, part in parts):
-            weight = state[part_name]
-            self._tensors[part_name] = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.is_cuda)
-
-        def stage(first: int) -> None:
-            some = parts[first : first + PARTS_AT_ONCE]
-            staged = [part.of(self._tensors[part.name]) for _, part in some]
-            # One call for many: between two, a thread waits for the interpreter, which steps of the sampler hold.
-            torch._foreach_copy_(
-                staged, [source.read(name, to.dtype) for (name, _), to in zip(some, staged, strict=True)]
-            )
-
-        with ThreadPoolExecutor(NUM_THREADS if isinstance(source, FolderSource) else 1) as pool:
-            if isinstance(source, FolderSource):
-                list(pool.map(source.check, source.unchecked))
-            list(pool.map(stage, range(0, len(parts), PARTS_AT_ONCE)))
+        self._tensors: Mapping[str, Tensor] = arrived or {}
+        """By their names in the network; empty if the changes are in memory."""
+        if not self._tensors and _deltas(source, loaded) is None:
+            self._tensors = _read_all(model, source)
 
     @torch.no_grad()
     def fill(self, model: Transformer, loaded: Path | None) -> None:
@@ -286,6 +361,22 @@ class Staged:
             state[name].copy_(staged, non_blocking=True)
         if model.embedding.weight.is_cuda:
             torch.cuda.synchronize(model.embedding.weight.device)
+
+
+def _read_all(model: Transformer, source: Source) -> Mapping[str, Tensor]:
+    """All weights of `source` in staging memory."""
+    memory, dtypes = StagingMemory(model), {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    names = list(memory.parts)
+
+    def stage(first: int) -> None:
+        some = names[first : first + PARTS_AT_ONCE]
+        memory.put({name: source.read(name, dtypes[memory.parts[name].name]) for name in some})
+
+    with ThreadPoolExecutor(NUM_THREADS if isinstance(source, FolderSource) else 1) as pool:
+        if isinstance(source, FolderSource):
+            list(pool.map(source.check, source.unchecked))
+        list(pool.map(stage, range(0, len(names), PARTS_AT_ONCE)))
+    return memory.tensors
 
 
 def _deltas(source: Source, loaded: Path | None) -> tuple[DeltaSource, ...] | None:

@@ -17,6 +17,8 @@ from m2forge.model.config import ModelConfig
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MERGED_FOLDER = "merged"
+"""Folder in that of an adapter with the merged model, for programs that do not merge it."""
 METADATA_FILE = ".metadata"
 """Index of the weights that several ranks wrote (sharded_folder.py)."""
 MAX_JSON_BYTES = 256 << 20
@@ -56,6 +58,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def is_sharded_folder(folder: Path) -> bool:
     return (folder / METADATA_FILE).is_file()
+
+
+def whole_folder(folder: Path) -> Path:
+    """The folder from which a program that merges no adapter reads the model in `folder`."""
+    return folder / MERGED_FOLDER if (folder / MERGED_FOLDER).is_dir() else folder
 
 
 def weight_map(folder: Path) -> dict[str, str]:

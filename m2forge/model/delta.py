@@ -22,7 +22,7 @@ from torch import Tensor
 from m2forge.errors import CheckpointError
 from m2forge.model.config_file import read_json
 from m2forge.model.folder import read_identity
-from m2forge.model.manifest import NO_IMAGES, image_of, read_manifest, refuse_changed
+from m2forge.model.manifest import NO_IMAGES, read_manifest, received_tensors, refuse_changed
 from m2forge.model.tensor_source import Source, TensorHeader
 
 DELTA_CONFIG_FILE = "delta.json"
@@ -152,8 +152,8 @@ def _read_changes(
 
 
 def _read_file(path: Path, expected: object, images: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    if (image := image_of(path, expected, images)) is not None:
-        return {name: image.get_tensor(name) for name in image.keys()}  # noqa: SIM118  (not a mapping)
+    if (received := received_tensors(path, expected, images)) is not None:
+        return received
     try:
         refuse_changed(path, expected)
         return load_file(path)

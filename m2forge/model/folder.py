@@ -15,7 +15,6 @@ requested dtype.
 
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from m2forge.model import folder as fp8
 from m2forge.model.config import ModelConfig
 from m2forge.model.config_file import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, read_public, translate, weight_map
 from m2forge.model.config_file import FP8_BLOCK as BLOCK
-from m2forge.model.manifest import NO_IMAGES, NUM_THREADS, image_of, read_manifest, refuse_changed
+from m2forge.model.manifest import read_manifest, refuse_changed
 from m2forge.model.tensor_source import TOKEN_ID_KEYS, TensorHeader, TokenIds
 
 SCALE_SUFFIX = "_scale_inv"
@@ -74,17 +73,13 @@ class FolderSource:
     """See `Source`. Its files stay open and memory-mapped while it lives. A file with a digest in the manifest is
     compared with it before the first tensor is read from it. Several threads may read."""
 
-    def __init__(self, folder: Path, images: Mapping[str, Tensor] = NO_IMAGES) -> None:
-        """`images`: files of the folder that came by broadcast, by name."""
+    def __init__(self, folder: Path) -> None:
         self.origin = str(folder)
         self.config, self.token_ids = read_identity(folder)
         paths = _weight_files(folder)
-        digests = {name: entry["digest"] for name, entry in read_manifest(folder).items() if name in paths}
-        with ThreadPoolExecutor(NUM_THREADS) as pool:
-            checked = pool.map(lambda name: image_of(paths[name], digests[name], images), digests)
-            found = dict(zip(digests, checked, strict=True))
-        self._files = {name: found.get(name) or _open(path) for name, path in paths.items()}
-        self._unchecked = {name: (paths[name], digests[name]) for name, image in found.items() if image is None}
+        self._files = {name: _open(path) for name, path in paths.items()}
+        stated = read_manifest(folder).items()
+        self._unchecked = {name: (paths[name], entry["digest"]) for name, entry in stated if name in paths}
         self._locks = {name: threading.Lock() for name in self._unchecked}
         self._file_of = _locate(folder, self._files)
         self._stored: dict[str, TensorHeader] = {}

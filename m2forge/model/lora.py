@@ -33,7 +33,7 @@ from m2forge.model.architecture import Part, adapted_layers
 from m2forge.model.config import LoRAConfig, ModelConfig
 from m2forge.model.config_file import CONFIG_FILE, is_sharded_folder, read_json
 from m2forge.model.folder import read_identity
-from m2forge.model.manifest import read_manifest, refuse_changed
+from m2forge.model.manifest import NO_IMAGES, read_manifest, received_tensors, refuse_changed
 from m2forge.model.rows import Rows, fill_rows, whole
 from m2forge.model.safetensors_file import Written
 from m2forge.model.tensor_source import Source, TensorHeader, TokenIds
@@ -227,7 +227,8 @@ class AdapterSource:
     config: ModelConfig
     token_ids: TokenIds
 
-    def __init__(self, folder: Path, base: Source) -> None:
+    def __init__(self, folder: Path, base: Source, images: Mapping[str, Tensor] = NO_IMAGES) -> None:
+        """`images`: files of the folder that came by broadcast, by name."""
         path = folder / ADAPTER_CONFIG_FILE
         content = read_json(path)
         self.origin, self._base = str(folder), base
@@ -236,14 +237,14 @@ class AdapterSource:
         if (folder / CONFIG_FILE).exists():
             self.config, self.token_ids = read_identity(folder)
         self.headers: Mapping[str, TensorHeader] = base.headers
-        self.tensors = self._load(folder)
+        self.tensors = self._load(folder, images)
         """A and B under PEFT's names."""
         self._pairs, problems = _find_pairs(self.tensors, base.headers)
         self.problems = (*base.problems, *problems)
 
-    def _load(self, folder: Path) -> Mapping[str, Tensor]:
+    def _load(self, folder: Path, images: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if not is_sharded_folder(folder):
-            return _load_adapter(folder)
+            return _load_adapter(folder, images)
         from m2forge.model.sharded_folder import ShardedFolder
 
         stored = ShardedFolder(folder)
@@ -273,9 +274,11 @@ def _read_scale(path: Path, content: Mapping[str, object]) -> float:
     return alpha / rank
 
 
-def _load_adapter(folder: Path) -> Mapping[str, Tensor]:
+def _load_adapter(folder: Path, images: Mapping[str, Tensor] = NO_IMAGES) -> Mapping[str, Tensor]:
     path = folder / ADAPTER_FILE
     if (entry := read_manifest(folder).get(ADAPTER_FILE)) is not None:
+        if (received := received_tensors(path, entry["digest"], images)) is not None:
+            return received
         refuse_changed(path, entry["digest"])
     try:
         return load_file(path)

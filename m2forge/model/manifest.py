@@ -15,7 +15,7 @@ import json
 import logging
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -63,6 +63,11 @@ def digest(path: Path) -> str:
     return XXH3 + _digest_of(path, xxhash.xxh3_128())
 
 
+def digest_of(content: Tensor) -> str:
+    """The digest of a file with these bytes."""
+    return XXH3 + xxhash.xxh3_128(content.numpy().data).hexdigest()
+
+
 def _digest_of(path: Path, found: "hashlib.blake2b | xxhash.xxh3_128") -> str:
     if not path.stat().st_size:
         return found.hexdigest()  # nothing to map
@@ -72,11 +77,11 @@ def _digest_of(path: Path, found: "hashlib.blake2b | xxhash.xxh3_128") -> str:
     return found.hexdigest()
 
 
-def _is_digest(expected: object, digest_of: Callable[["hashlib.blake2b | xxhash.xxh3_128"], str]) -> bool:
-    """Whether a digest is the expected one, by whichever function that is."""
+def _is_file(path: Path, expected: object) -> bool:
+    """Whether a file has the expected digest, by whichever function that is."""
     if isinstance(expected, str) and expected.startswith(XXH3):
-        return XXH3 + digest_of(xxhash.xxh3_128()) == expected
-    return digest_of(hashlib.blake2b(digest_size=16)) == expected
+        return digest(path) == expected
+    return _digest_of(path, hashlib.blake2b(digest_size=16)) == expected
 
 
 def write_manifest(folder: Path, files: Mapping[str, Entry]) -> None:
@@ -97,7 +102,7 @@ def refuse_changed(path: Path, expected: object) -> None:
     """Raise a CheckpointError unless the file has this digest."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing, which {MANIFEST_FILE} names; copy the folder again")
-    if not _is_digest(expected, lambda found: _digest_of(path, found)):
+    if not _is_file(path, expected):
         raise CheckpointError(
             f"{path} is torn or was changed: its digest is not the one that was published with it. Copy the folder "
             f"again, or remove {path.parent.parent}: a trainer that resumes publishes its version again"
@@ -110,54 +115,26 @@ def refuse_changed_files(folder: Path) -> None:
         refuse_changed(folder / Path(name).name, entry["digest"])
 
 
-class Image:
-    """A safetensors file in memory, with the interface of an open one."""
-
-    def __init__(self, content: Tensor) -> None:
-        """`content`: the bytes of the file. Tensors that it returns are views of them."""
-        length = int.from_bytes(content[:_LENGTH_BYTES].numpy().tobytes(), "little")
-        self._data = content[_LENGTH_BYTES + length :]
-        self._slices = json.loads(content[_LENGTH_BYTES : _LENGTH_BYTES + length].numpy().tobytes())
-        self._slices.pop("__metadata__", None)
-
-    def keys(self) -> list[str]:
-        return list(self._slices)
-
-    def get_slice(self, name: str) -> "_Slice":
-        return _Slice(self._slices[name])
-
-    def get_tensor(self, name: str) -> Tensor:
-        found = self._slices[name]
-        start, stop = found["data_offsets"]
-        data = self._data[start:stop]
-        dtype = DTYPES[found["dtype"]]
+def tensors_in(content: Tensor) -> dict[str, Tensor]:
+    """The tensors of a safetensors file with these bytes; views of them."""
+    start = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES].numpy().tobytes(), "little")
+    slices = json.loads(content[_LENGTH_BYTES:start].numpy().tobytes())
+    slices.pop("__metadata__", None)
+    found = dict[str, Tensor]()
+    for name, stated in slices.items():
+        first, last = stated["data_offsets"]
+        data, dtype = content[start + first : start + last], DTYPES[stated["dtype"]]
         # safetensors aligns tensors by putting those of large elements first, but does not promise it.
         data = data.clone() if data.storage_offset() % dtype.itemsize else data
-        return data.view(dtype).view(found["shape"])
+        found[name] = data.view(dtype).view(stated["shape"])
+    return found
 
 
-class _Slice:
-    def __init__(self, found: Entry) -> None:
-        self._found = found
-
-    def get_dtype(self) -> str:
-        return str(self._found["dtype"])
-
-    def get_shape(self) -> list[int]:
-        return list(self._found["shape"])
-
-
-def image_of(path: Path, expected: object, images: Mapping[str, Tensor]) -> Image | None:
-    """The file as it came by broadcast, if it did and has the digest that the manifest states."""
-    content = images.get(path.name)
-    if content is None:
+def received_tensors(path: Path, expected: object, images: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+    """The tensors of a file as it came by broadcast, if it did and has the digest that the manifest states."""
+    if (content := images.get(path.name)) is None:
         return None
-
-    def digest_of(found: "hashlib.blake2b | xxhash.xxh3_128") -> str:
-        found.update(content.numpy().data)
-        return found.hexdigest()
-
-    if not _is_digest(expected, digest_of):
+    if digest_of(content) != expected:
         _log.warning("%s: the broadcast brought other bytes than the manifest states; reading the file", path)
         return None
-    return Image(content)
+    return tensors_in(content)

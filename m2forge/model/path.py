@@ -211,13 +211,20 @@ class PathPlan:
         last."""
 
     def bind(self, window: WindowConfig | None) -> "PathAttend":
-        geometry = (self._exit_N, self.position_N, self.depth)
-        sight = (None, 0) if window is None else (window.size, window.num_sinks)
+        return self._bind(window, None)
+
+    def bind_queries(self, window: WindowConfig | None, query_Q: Tensor) -> "PathAttend":
+        return self._bind(window, query_Q)
+
+    def _bind(self, window: WindowConfig | None, query_Q: Tensor | None) -> "PathAttend":
+        size, num_sinks = (None, 0) if window is None else (window.size, window.num_sinks)
+        geometry = (self._exit_N, self.position_N, self.depth, size, num_sinks)
         if self.position_N.is_cuda:
             from m2forge.kernels.flex import path_mask as block_mask
 
-            return PathAttend(self, _FlexAttend(block_mask(*geometry, *sight)))
-        return PathAttend(self, _PlainAttend(path_mask(*geometry, *sight)))
+            return PathAttend(self, _FlexAttend(block_mask(*geometry, query_Q)))
+        mask_NP = path_mask(*geometry)
+        return PathAttend(self, _PlainAttend(mask_NP if query_Q is None else mask_NP[query_Q]))
 
     def to_parent(self, x_ND: Tensor) -> Tensor:
         """Called once by each module, in order."""

@@ -24,7 +24,15 @@ from torch import Tensor
 
 from m2forge.kernels.attention import document_attention
 from m2forge.kernels.slow_path import tree_kernel_serves
-from m2forge.kernels.tree_attention import TreeLayout, tree_attention, tree_attention_plain
+from m2forge.kernels.tree_attention import (
+    Run,
+    TreeLayout,
+    documents_layout,
+    query_runs,
+    run_attention,
+    tree_attention,
+    tree_attention_plain,
+)
 from m2forge.kernels.tree_schedule import Schedule, make_schedule
 from m2forge.model.config import WindowConfig
 from m2forge.tree.flat import FlatTree
@@ -46,6 +54,15 @@ class LayeredAttend(Protocol):
 
     def at_layer(self, layer: int) -> Attend:
         """`layer`: the main model's layers come first, then the MTP modules."""
+        ...
+
+
+@runtime_checkable
+class SharedPlan(Protocol):
+    """A plan whose queries several ranks may divide."""
+
+    def bind_queries(self, window: WindowConfig | None, query_Q: Tensor) -> Attend:
+        """The attention of the tokens `query_Q`, which ascend: takes their queries, and the keys and values of all."""
         ...
 
 
@@ -81,11 +98,17 @@ class CausalRows:
     def bind(self, window: WindowConfig | None) -> Attend:
         if window is None and self.device.type == "cuda":
             return CausalAttend(self.num_rows, self.length)
-        return Documents([self.length] * self.num_rows, self.device).bind(window)
+        return self._documents().bind(window)
+
+    def bind_queries(self, window: WindowConfig | None, query_Q: Tensor) -> Attend:
+        return self._documents().bind_queries(window, query_Q)
 
     def to_parent(self, x_ND: Tensor) -> Tensor:
         x_BLD = x_ND.view(self.num_rows, self.length, -1)
         return F.pad(x_BLD[:, :-1], (0, 0, 1, 0)).flatten(0, 1)
+
+    def _documents(self) -> "Documents":
+        return Documents([self.length] * self.num_rows, self.device)
 
 
 class Documents:
@@ -107,6 +130,11 @@ class Documents:
             size, num_sinks = (window.size, window.num_sinks) if window else (None, 0)
             return FlexAttend(document_mask(self.start_N, size, num_sinks))
         return DocumentAttend(self.lengths, tuple(visible(length, window) for length in self.lengths))
+
+    def bind_queries(self, window: WindowConfig | None, query_Q: Tensor) -> Attend:
+        layout = documents_layout(self.lengths)
+        exit_N = layout.exit_V.repeat_interleave(torch.tensor(self.lengths)).to(self.device)
+        return _attend_queries(layout, exit_N, self.position_N, window, query_Q)
 
     def to_parent(self, x_ND: Tensor) -> Tensor:
         return x_ND.roll(1, 0) * (self.position_N > 0)[:, None].to(x_ND.dtype)
@@ -195,6 +223,9 @@ class Trees:
         masks = tuple(visible(depth + num, window, depth) for depth, num in zip(depth_V, num_V, strict=True))
         return MaskedTreeAttend(self.layout, masks)
 
+    def bind_queries(self, window: WindowConfig | None, query_Q: Tensor) -> Attend:
+        return _attend_queries(self.layout, self.exit_N, self.position_N, window, query_Q)
+
     def to_parent(self, x_ND: Tensor) -> Tensor:
         # Most tokens follow their parent: shift all, then set the first token of each node.
         parent_V = self.parent_N.index_select(0, self.start_V)
@@ -249,3 +280,47 @@ class ScheduledTreeAttend:
 
         out_NHK: Tensor = eager_tree_attention(q_NHK, k_NGK, v_NGK, self.layout)
         return out_NHK
+
+
+# -- some of the queries -----------------------------------------------------------------------------------------------
+
+
+def _attend_queries(
+    layout: TreeLayout, exit_N: Tensor, position_N: Tensor, window: WindowConfig | None, query_Q: Tensor
+) -> Attend:
+    if query_Q.is_cuda:
+        from m2forge.kernels.flex import path_mask
+
+        size, num_sinks = (window.size, window.num_sinks) if window else (None, 0)
+        return FlexQueryAttend(path_mask(exit_N, position_N, 0, size, num_sinks, query_Q))
+    runs = tuple(query_runs(layout, query_Q))
+    return QueryAttend(runs, tuple(visible(path_P.shape[0], window, path_P.shape[0] - num) for num, path_P in runs))
+
+
+@dataclass(frozen=True)
+class QueryAttend:
+    runs: tuple[Run, ...]
+    masks: tuple[Tensor | None, ...]
+
+    def __call__(self, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
+        return run_attention(q_NHK, k_NGK, v_NGK, self.runs, self.masks)
+
+
+@dataclass(frozen=True)
+class FlexQueryAttend:
+    mask: "BlockMask"
+
+    def __call__(self, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
+        from m2forge.kernels.flex import run_eagerly
+
+        # The number of queries differs from pack to pack, for which a compiled block would be compiled again.
+        out_NHK: Tensor = run_eagerly(self._run, q_NHK, k_NGK, v_NGK)
+        return out_NHK
+
+    def _run(self, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
+        from m2forge.kernels.flex import path_flex
+
+        missing = int(self.mask.seq_lengths[1]) - k_NGK.shape[0]
+        padded = (F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x for x in (k_NGK, v_NGK))
+        k, v = (x.transpose(0, 1)[None] for x in padded)
+        return path_flex(q_NHK.transpose(0, 1)[None], k, v, self.mask)[0].transpose(0, 1)

@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -41,28 +41,12 @@ def write_shards(
 ) -> Written:
     """Write the tensors of `headers` into `folder` in order, each cast to its dtype. A tensor larger than
     `max_shard_bytes` gets its own file."""
-    shards = plan_shards(headers, max_shard_bytes)
-    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    files = dict(zip(names if len(shards) > 1 else [WEIGHTS_FILE], shards, strict=True))
-    _write_files(folder, files, headers, read)
+    files = plan_files(headers, max_shard_bytes)
+    num_files = len(list(write_files(folder, files, headers, read)))
     num_bytes = sum(_num_bytes(header) for header in headers.values())
-    if len(shards) > 1:
+    if num_files > 1:
         write_index(folder, files, num_bytes)
-    return Written(len(headers), num_bytes, len(shards))
-
-
-def write_rank_shards(
-    folder: Path,
-    headers: Mapping[str, TensorHeader],
-    read: Callable[[str, torch.dtype], Tensor],
-    max_shard_bytes: int,
-    rank: int,
-) -> list[Path]:
-    """Like `write_shards`, of one rank among several, and without the index, which all files together have."""
-    shards = plan_shards(headers, max_shard_bytes)
-    files = {f"model-rank{rank:05d}-{number:05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
-    _write_files(folder, files, headers, read)
-    return [folder / name for name in files]
+    return Written(len(headers), num_bytes, num_files)
 
 
 def write_index(folder: Path, files: Mapping[str, Iterable[str]], num_bytes: int) -> None:
@@ -72,20 +56,22 @@ def write_index(folder: Path, files: Mapping[str, Iterable[str]], num_bytes: int
     write_atomic(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
 
 
-def _write_files(
+def write_files(
     folder: Path,
     files: Mapping[str, list[str]],
     headers: Mapping[str, TensorHeader],
     read: Callable[[str, torch.dtype], Tensor],
-) -> None:
+) -> Iterator[Path]:
+    """Write the tensors of each file; yields the files in order, some at a time, once they are complete."""
     names = list(files)
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         for first in range(0, len(names), NUM_THREADS):
             together = names[first : first + NUM_THREADS]
-            _write_together(folder, {name: files[name] for name in together}, headers, read, pool)
+            write_together(folder, {name: files[name] for name in together}, headers, read, pool)
+            yield from (folder / name for name in together)
 
 
-def _write_together(
+def write_together(
     folder: Path,
     files: Mapping[str, list[str]],
     headers: Mapping[str, TensorHeader],
@@ -152,8 +138,22 @@ def _put(descriptor: int, host: Tensor, is_ready: torch.cuda.Event | None, start
         content, start = content[num_written:], start + num_written
 
 
-def plan_shards(headers: Mapping[str, TensorHeader], max_shard_bytes: int) -> list[list[str]]:
-    """The tensor names of each file."""
+def plan_files(
+    headers: Mapping[str, TensorHeader], max_shard_bytes: int, rank: int | None = None
+) -> dict[str, list[str]]:
+    """The tensor names of each file, by the file's name. `rank`: of the process, if several write one model."""
+    shards = _plan_shards(headers, max_shard_bytes)
+    numbers = range(1, len(shards) + 1)
+    if rank is not None:
+        names = [f"model-rank{rank:05d}-{number:05d}.safetensors" for number in numbers]
+    elif len(shards) > 1:
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in numbers]
+    else:
+        names = [WEIGHTS_FILE]
+    return dict(zip(names, shards, strict=True))
+
+
+def _plan_shards(headers: Mapping[str, TensorHeader], max_shard_bytes: int) -> list[list[str]]:
     shards: list[list[str]] = []
     room = 0
     for name, header in headers.items():

@@ -331,6 +331,14 @@ def copied_module(first: MTPModule, last_block: Block, final_norm: RMSNorm, sour
     return module.requires_grad_()
 
 
+def copied_name(name: str, num_layers: int, source: MTPSource) -> str:
+    """The tensor of the network that `copied_module` copies as `name`, a tensor of a module of the chain."""
+    _, _, inside = name.split(".", 2)
+    if source == "main" and inside.startswith("block."):
+        return f"blocks.{num_layers - 1}.{inside.removeprefix('block.')}"
+    return inside if source == "main" and inside.startswith("norm.") else f"mtp.0.{inside}"
+
+
 # -- the whole ---------------------------------------------------------------------------------------------------------
 
 

@@ -32,7 +32,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from m2forge.errors import CheckpointError, ConfigError, M2ForgeError, RequestError
-from m2forge.model.checkpoint import Staged, open_source
+from m2forge.model.checkpoint import Arrival, Staged, open_source
 from m2forge.model.config import ModelConfig
 from m2forge.model.tensor_source import refuse_misfits
 from m2forge.model.transformer import Transformer, pack_weights
@@ -54,14 +54,6 @@ from m2forge.rollout.request import Decode, Drawn, Request
 from m2forge.rollout.speculation.adaptive_depth import DepthChooser, MeasuredDepth
 from m2forge.rollout.speculation.drafting import Drafting, is_mtp_prefilled, is_prefilling
 
-Received: TypeAlias = Callable[[PolicyVersion], Mapping[str, Tensor]]
-"""Returns the bytes of a version's files by name, none if they did not come."""
-
-
-def no_files(version: PolicyVersion) -> Mapping[str, Tensor]:
-    return {}
-
-
 SEED_BITS = 64
 Experts = npt.NDArray[np.int16]
 """(tokens, layers, chosen)."""
@@ -71,6 +63,18 @@ _TRAINING_FIELDS = {
     "moe": {"bias_update", "bias_rate", "aux_loss_weight"},
 }
 """Config fields that do not change how the network computes."""
+
+
+class Broadcasts(Protocol):
+    """Versions that come by broadcast."""
+
+    def start(self, model: Transformer) -> None:
+        """Receive versions for this network from now on."""
+        ...
+
+    def take(self, version: PolicyVersion) -> Arrival | None:
+        """A version that has come, which is then released here; None if it did not come whole."""
+        ...
 
 
 class Core:
@@ -84,13 +88,13 @@ class Core:
         depth: DepthChooser | None = None,
         multi_step: bool | None = None,
         max_context: int | None = None,
-        received: Received = no_files,
+        broadcasts: Broadcasts | None = None,
     ) -> None:
         """`decode` maps token ids to bytes, which the core searches for stop texts. `clock` returns seconds, for
         deadlines and to measure what speculation gains. `depth` chooses the number of drafts; by default from measured
         step times. `multi_step`: whether decode-only steps run as one function (decode.py); by default only where a
         CUDA graph holds it. `max_context` replaces the limit of config and model, to measure beyond their context.
-        `received` returns the files of a version that came by broadcast."""
+        `broadcasts`: brings versions before their folders are complete, if there is a broadcast."""
         if config.speculation > len(model.mtp):
             raise ConfigError(
                 f"speculation: {config.speculation} drafts need as many MTP modules; this model has {len(model.mtp)}, "
@@ -112,7 +116,9 @@ class Core:
         """Folder of the weights, if `load` brought them."""
         self._load_s = 0.0
         """Time in which no step ran because weights were copied in."""
-        self._received = received
+        self._broadcasts = broadcasts
+        if broadcasts is not None:
+            broadcasts.start(model)
         self._next_deadline_s = math.inf
         """The earliest deadline of any request, or a lower bound on it."""
         self._decode, self._clock = decode, clock
@@ -350,7 +356,8 @@ class Core:
     def stage(self, folder: Path, version: PolicyVersion) -> Callable[[], None]:
         """Validate the weights of a model folder (CheckpointError) and read them into host memory, in any thread while
         the core steps. The function that it returns loads them, between two steps."""
-        update = from_folder(self.model, folder, version, self._folder, self._received(version))
+        arrival = None if self._broadcasts is None else self._broadcasts.take(version)
+        update = from_folder(self.model, folder, version, self._folder, arrival)
         return partial(self.load, update, version)
 
     def load(self, source: "WeightUpdate | Path | Mapping[str, Tensor]", version: PolicyVersion) -> None:
@@ -483,19 +490,19 @@ class WeightUpdate:
 
 
 def from_folder(
-    model: Transformer, folder: Path, version: PolicyVersion, loaded: Path | None, images: Mapping[str, Tensor]
+    model: Transformer, folder: Path, version: PolicyVersion, loaded: Path | None, arrival: Arrival | None
 ) -> WeightUpdate:
     """The files are read on return, so the folder may be deleted then. `loaded`: the folder of the weights that the
-    network holds. `images`: files of the folder that came by broadcast."""
+    network holds. `arrival`: what came of the version by broadcast."""
     try:
-        source = open_source(folder, images)
+        source = open_source(folder) if arrival is None else open_source(folder, arrival.images)
         if _arithmetic(source.config) != _arithmetic(model.config):
             raise CheckpointError(
                 f"{folder} holds a network of another architecture than the one being served; start another engine for "
                 "it"
             )
         refuse_misfits(source)
-        staged = Staged(model, source, loaded)
+        staged = Staged(model, source, loaded, None if arrival is None else arrival.staged(folder))
     except M2ForgeError:
         raise
     except Exception as error:

@@ -20,5 +20,5 @@ class WeightsConfig(Config):
     version is whole."""
     sync: Literal["files", "collective"] = "files"
     """How a version reaches a sampler. files: it reads the version's folder. collective: the trainer's ranks broadcast
-    the files into the memory of the samplers of this machine as well (weights/collective.py); a sampler that no
-    broadcast reaches reads the folder."""
+    the files into the memory of the samplers as well (weights/collective.py); a sampler that no broadcast reaches reads
+    the folder."""

@@ -6,6 +6,9 @@ With `anchor_every` above 1 most versions hold only the elements that changed si
 every reader of model folders reads them. A manifest states each file's digest (model/manifest.py), which readers
 compare.
 
+A version of a network with adapters is these and the path of their base model. With `has_merged` its folder also holds
+the merged model, in a folder of its own, for samplers that do not merge adapters.
+
 The ranks of a trainer publish together: each writes the files of its share of the tensors, rank 0 the rest, and
 renames the folder once all are there.
 
@@ -18,10 +21,12 @@ because a sampler may still be reading an older one, and the versions that they 
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from m2forge.errors import ConfigError, ExistsError
@@ -49,8 +54,9 @@ class Share:
     """Returns what each rank passed, once all ranks have called it."""
 
 
-Send = Callable[[PolicyVersion, Sequence[Sequence[Path]]], None]
-"""Sends a version's files, those of each rank, to the samplers before the version is complete."""
+Send = Callable[[PolicyVersion, Iterator[Path]], None]
+"""Sends this rank's files of a version to the samplers, in a thread of its own. The iterator waits for each until it is
+written, and raises a RuntimeError if the version cannot be."""
 
 
 class WeightStore:
@@ -61,10 +67,11 @@ class WeightStore:
         *,
         keep: int = 2,
         anchor_every: int = 1,
+        has_merged: bool = False,
         companions: tuple[Path, ...] = (),
     ) -> None:
-        """`anchor_every`: see `WeightsConfig`. `companions`: files to copy beside the weights, such as the
-        tokenizer's."""
+        """`anchor_every`: see `WeightsConfig`. `has_merged`: whether a version of a network with adapters also holds
+        the merged model. `companions`: files to copy beside the weights, such as the tokenizer's."""
         if keep < 1:
             raise ConfigError(f"keep: expected 1 or more published versions, received {keep}")
         self._anchor_every, self._num_deltas = anchor_every, 0
@@ -73,12 +80,12 @@ class WeightStore:
         self._published: Mapping[str, Tensor] = {}
         """Its tensors, or this rank's share of them, with which the next is compared; empty if each is whole."""
         self.folder, self.lineage, self.branch = folder, lineage, secrets.token_hex(_BRANCH_BYTES)
-        self._keep, self._companions = keep, companions
+        self._keep, self._has_merged, self._companions = keep, has_merged, companions
 
     def publish(self, model: "Transformer", step: int, share: Share | None = None, send: Send | None = None) -> Path:
         """Write the weights as version `step` of this store's branch; every process can load them once this returns.
         `share`: this rank's part, if several ranks call this together; `model` then needs no weights. `send`: called on
-        every rank with the written files."""
+        every rank, with its files."""
         dest: Path = self._exchange(share, lambda: self._begin(step))
         base = self._write(model, dest, share, send)
         self._base, self._num_deltas = dest.name, 0 if base is None else self._num_deltas + 1
@@ -105,30 +112,35 @@ class WeightStore:
     def _write(self, model: "Transformer", dest: Path, share: Share | None, send: Send | None) -> str | None:
         """Write and commit a version; returns the folder that it changes, None for a whole one."""
         # Only a trainer, which publishes, needs torch: importing it would take the RL loop seconds.
-        from m2forge.model.checkpoint import complete_version, public_tensors, write_share
-        from m2forge.model.manifest import NUM_THREADS, describe
+        from m2forge.model.checkpoint import complete_version, public_tensors, write_merged, write_share
+        from m2forge.model.manifest import NUM_THREADS, Entry, describe
 
         partial, tensors = _partial(dest), public_tensors(model) if share is None else share.tensors
         has_base = self._base is not None and self._num_deltas + 1 < self._anchor_every
         base: str | None = self._exchange(share, lambda: self._base if has_base else None)
         published, self._published, self._base = self._published, {}, None  # None while a version is being written
         rank = None if share is None else share.rank
-        paths = write_share(model, tensors, partial, rank, None if base is None else published)
-        if base is None and self._anchor_every > 1:
-            published = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-        self._published = published
-        with ThreadPoolExecutor(NUM_THREADS) as pool:
-            described = pool.map(describe, paths)
-            if send is not None:
-                send(self._version_of(dest), [paths] if share is None else share.exchange(paths))
-            entries = {path.name: entry for path, entry in zip(paths, described, strict=True)}
-        by_rank = [entries] if share is None else share.exchange(entries)
-        if share is None or share.rank == 0:
-            files = {name: entry for found in by_rank for name, entry in found.items()}
-            complete_version(model, partial, files, base, self._companions)
-            commit_folder(partial, dest)
-        if share is not None:
-            share.exchange(None)  # no rank goes on before the version is complete
+        with _sending(send, self._version_of(dest)) as written, ThreadPoolExecutor(NUM_THREADS) as pool:
+            described = dict[str, Future[Entry]]()
+            for path in write_share(model, tensors, partial, rank, None if base is None else published):
+                written.put(path)
+                described[path.name] = pool.submit(describe, path)
+            written.put(None)
+            if base is None and self._anchor_every > 1:
+                published = {
+                    name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()
+                }
+            self._published = published
+            entries = {name: entry.result() for name, entry in described.items()}
+            by_rank = [entries] if share is None else share.exchange(entries)
+            if share is None or share.rank == 0:
+                files = {name: entry for found in by_rank for name, entry in found.items()}
+                complete_version(model, partial, files, base, self._companions)
+                if self._has_merged and model.lora is not None:
+                    write_merged(model, partial, self._companions)
+        # Each rank has sent its files before their folder is renamed, and goes on once it is.
+        self._exchange(share, lambda: None)
+        self._exchange(share, lambda: commit_folder(partial, dest))
         return base
 
     def _remove_old(self) -> None:
@@ -169,21 +181,48 @@ class WeightStore:
         found = {
             int(match[1]): path
             for path in self.folder.glob("step-*")
-            if (match := _NAME.fullmatch(path.name)) and (path / CONFIG_FILE).is_file()
+            if (match := _NAME.fullmatch(path.name)) and is_version(path)
         }
         return dict(sorted(found.items()))
 
     def _remove(self, path: Path) -> None:
-        # A folder without config.json is not a version, so an interrupted removal never leaves a partial one.
+        # Not a version any more, so an interrupted removal never leaves a partial one.
         (path / CONFIG_FILE).unlink()
         shutil.rmtree(path)
 
     def _remove_torn(self) -> None:
         """Delete what an interrupted removal, or a trainer killed while publishing, left behind."""
-        torn = [path for path in self.folder.glob("step-*") if not (path / CONFIG_FILE).is_file()]
+        torn = [path for path in self.folder.glob("step-*") if not is_version(path)]
         for path in (*torn, *self.folder.glob(".step-*.partial")):
             if _NAME.search(path.name):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _sending(send: Send | None, version: PolicyVersion) -> Iterator["SimpleQueue[Path | BaseException | None]"]:
+    """Yields a queue for the files of a version, which `send` takes from it in a thread, and None after the last."""
+    written = SimpleQueue[Path | BaseException | None]()
+    with ThreadPoolExecutor(1, "m2forge-broadcast") as pool:
+        sent = None if send is None else pool.submit(send, version, _until_none(written))
+        try:
+            yield written
+        except BaseException as error:
+            written.put(error)
+            raise
+        if sent is not None:
+            sent.result()
+
+
+def _until_none(written: "SimpleQueue[Path | BaseException | None]") -> Iterator[Path]:
+    while (found := written.get()) is not None:
+        if isinstance(found, BaseException):
+            raise RuntimeError("the version could not be written") from found
+        yield found
+
+
+def is_version(folder: Path) -> bool:
+    """Whether a version is there; one that is being removed is not."""
+    return (folder / CONFIG_FILE).is_file()
 
 
 def _partial(dest: Path) -> Path:

@@ -84,6 +84,21 @@ def test_flex_attention(window: WindowConfig | None, lengths: list[int]) -> None
     assert all(error(mine, theirs) < TOLERANCE[torch.float32] for mine, theirs in pairs)
 
 
+@pytest.mark.parametrize("window", [None, WindowConfig(size=200, layers=(), num_sinks=4)])
+@pytest.mark.parametrize("lengths", [[300, 5, 1000, 128, 127], [2048]])
+def test_attention_of_some_queries(window: WindowConfig | None, lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    query_Q = torch.rand(sum(lengths)).sort().indices[: sum(lengths) // 2].sort().values
+    k, v = (torch.randn(sum(lengths), 2, 64, device="cuda", requires_grad=True) for _ in range(2))
+    q = torch.randn(query_Q.shape[0], 8, 64, device="cuda", requires_grad=True)
+    grad = torch.randn_like(q)
+    out = Documents(lengths, "cuda").bind_queries(window, query_Q.cuda())(q, k, v)
+    expected = Documents(lengths).bind_queries(window, query_Q)(*(x.cpu().double() for x in (q, k, v))).cuda()
+    assert error(out, expected) < TOLERANCE[torch.float32]
+    pairs = zip(*(torch.autograd.grad(x, (q, k, v), grad.to(x.dtype)) for x in (out, expected)), strict=True)
+    assert all(error(mine, theirs) < TOLERANCE[torch.float32] for mine, theirs in pairs)
+
+
 def test_linear_with_float32_output() -> None:
     torch.manual_seed(0)
     x, weight = (torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in ((300, 512), (64, 512)))

@@ -54,7 +54,7 @@ def publish(model: Transformer, folder: Path, num_deltas: int, share: float = 0.
     for before, after in itertools.pairwise(folders):
         perturb(model, share, generator)
         after.mkdir()
-        paths = write_share(model, public_tensors(model), after, None, published)
+        paths = list(write_share(model, public_tensors(model), after, None, published))
         complete_version(model, after, {path.name: describe(path) for path in paths}, before.name)
     return folders
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from m2forge.errors import CheckpointError
-from m2forge.model.manifest import digest, image_of, refuse_changed
+from m2forge.model.manifest import digest, received_tensors, refuse_changed
 
 CONTENT = bytes(range(256)) * 5
 
@@ -30,7 +30,7 @@ def test_a_changed_byte_is_found(path: Path, index: int, caplog: pytest.LogCaptu
     with pytest.raises(CheckpointError, match="torn or was changed"):
         refuse_changed(path, expected)
     with caplog.at_level(logging.WARNING):
-        assert image_of(path, expected, {"file": torch.frombuffer(changed, dtype=torch.uint8)}) is None
+        assert received_tensors(path, expected, {"file": torch.frombuffer(changed, dtype=torch.uint8)}) is None
     assert "other bytes" in caplog.text
 
 

@@ -150,7 +150,7 @@ def test_bound_attention_equals_a_dense_masked_one(data: st.DataObject) -> None:
     window = data.draw(windows(1))
     if data.draw(st.booleans()):
         num_rows, length = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 20))
-        plan: AttentionPlan = CausalRows(num_rows, length)
+        plan: CausalRows | Documents = CausalRows(num_rows, length)
         lengths = [length] * num_rows
     else:
         lengths = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=4))
@@ -163,6 +163,17 @@ def test_bound_attention_equals_a_dense_masked_one(data: st.DataObject) -> None:
     q, k, v = normal(groups * repeat), normal(groups), normal(groups)
     expected = dense_attention(q, k, v, rule_mask(lengths, window))
     torch.testing.assert_close(plan.bind(window)(q, k, v), expected, atol=EXACT, rtol=EXACT)
+    query_Q = some_tokens(sum(lengths), generator)
+    found = plan.bind_queries(window, query_Q)(q[query_Q], k, v)
+    torch.testing.assert_close(found, expected[query_Q], atol=EXACT, rtol=EXACT)
+
+
+def some_tokens(num_tokens: int, generator: torch.Generator) -> Tensor:
+    """At least one, ascending."""
+    (token_Q,) = (torch.rand(num_tokens, generator=generator) < torch.rand(1, generator=generator)).nonzero(
+        as_tuple=True
+    )
+    return token_Q if token_Q.shape[0] else torch.tensor([num_tokens // 2])
 
 
 @given(length=st.integers(1, 24), window=windows(1))

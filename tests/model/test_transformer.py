@@ -15,7 +15,7 @@ from m2forge.model.config import AttentionConfig, FamilyName, ModelConfig, MoECo
 from m2forge.model.plan import Documents
 from m2forge.model.preset import PRESETS
 from m2forge.model.transformer import Output, Transformer, aux_loss
-from tests.conftest import FEW_CASES
+from tests.conftest import FEW_CASES, LONG
 from tests.model.bias import set_biases
 from tests.model.draw import FAMILIES, model_configs
 
@@ -156,7 +156,8 @@ def test_compiled_blocks_give_the_same_logits_and_gradients(monkeypatch: pytest.
     monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)
     # Generating vectorized loops takes seconds more, and how loops are vectorized is the compiler's own matter.
     monkeypatch.setattr(torch._inductor.config.cpp, "simdlen", 1)
-    config = small_config(num_layers=1)
+    # A module of multi-token prediction has a block of the same class, compiled apart.
+    config = small_config(num_layers=1, num_mtp=1 if LONG else 0)
     model, tokens = small_model(config), random_tokens(config, 2, 16)
     plain, plain_gradients = backward(model, tokens)
     torch.compiler.reset()

@@ -19,7 +19,7 @@ from m2forge.tree.flat import flatten
 from m2forge.tree.pack import pack_trees
 from tests.kernels.draw import exit_of, layout_of, layouts, position_of, seen
 from tests.model.draw_tree import forests, windows
-from tests.model.test_plan import BLOCK, NEAR_BLOCK, dense_attention, listed_blocks
+from tests.model.test_plan import BLOCK, NEAR_BLOCK, dense_attention, listed_blocks, some_tokens
 from tests.tree.draw import build, make_call, prefixes
 
 
@@ -98,6 +98,9 @@ def test_bound_attention_equals_a_dense_masked_one(
     expected = dense_attention(q, k, v, sees(plan.layout, window))
     # Float64 sums of another order.
     torch.testing.assert_close(plan.bind(window)(q, k, v), expected, atol=1e-12, rtol=1e-12)
+    query_Q = some_tokens(plan.layout.num_tokens, generator)
+    found = plan.bind_queries(window, query_Q)(q[query_Q], k, v)
+    torch.testing.assert_close(found, expected[query_Q], atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("length", [0, 4, -1])
@@ -143,15 +146,20 @@ def seen_by_kernel(partial: set[tuple[int, int]], full: set[tuple[int, int]], te
     num_above=st.integers(0, 3) | NEAR_BLOCK | st.integers(1, 500),
     size=st.none() | NEAR_BLOCK | st.integers(1, 500),
     num_sinks=st.integers(0, 4) | NEAR_BLOCK,
+    seed=st.none() | st.integers(0, 2**20),
 )
 def test_block_masks_of_a_segment_hold_its_visible_pairs(
-    layout: TreeLayout, num_above: int, size: int | None, num_sinks: int
+    layout: TreeLayout, num_above: int, size: int | None, num_sinks: int, seed: int | None
 ) -> None:
+    """`seed`: of the tokens that have a query; None: all."""
     from m2forge.kernels.flex import path_mask as block_mask
 
     geometry = exit_of(layout), position_of(layout) + num_above, num_above, size, num_sinks
-    mask, num_keys = block_mask(*geometry), num_above + layout.num_tokens
-    num_blocks = [-(-num // BLOCK) for num in (layout.num_tokens, num_keys)]
+    query_Q = torch.arange(layout.num_tokens)
+    if seed is not None:
+        query_Q = some_tokens(layout.num_tokens, torch.Generator().manual_seed(seed))
+    mask, num_keys = block_mask(*geometry, None if seed is None else query_Q), num_above + layout.num_tokens
+    num_blocks = [-(-num // BLOCK) for num in (query_Q.shape[0], num_keys)]
     assert mask.seq_lengths == tuple(num * BLOCK for num in num_blocks)
     partial = listed_blocks(mask.kv_num_blocks, mask.kv_indices)
     full = listed_blocks(mask.full_kv_num_blocks, mask.full_kv_indices)
@@ -160,8 +168,8 @@ def test_block_masks_of_a_segment_hold_its_visible_pairs(
     assert all((k_block + 1) * BLOCK <= num_keys for _, k_block in full)
     q_N, k_K = (torch.arange(length) for length in mask.seq_lengths)
     tested_QK = mask.mask_mod(q_N.new_tensor(0), q_N.new_tensor(0), q_N[:, None], k_K[None, :])
-    seen_QK = seen_by_kernel(partial, full, tested_QK)[: layout.num_tokens]
-    assert torch.equal(seen_QK[:, :num_keys], path_mask(*geometry))
+    seen_QK = seen_by_kernel(partial, full, tested_QK)[: query_Q.shape[0]]
+    assert torch.equal(seen_QK[:, :num_keys], path_mask(*geometry)[query_Q])
     assert not seen_QK[:, num_keys:].any()
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from m2forge.model.checkpoint import load_model
+from m2forge.model.checkpoint import copy_model, load_model, save_model
 from m2forge.model.config import LoRAConfig
+from m2forge.model.config_file import MERGED_FOLDER
 from m2forge.model.delta import is_delta_folder
 from m2forge.model.start import Start
-from m2forge.rl.ranks import exchange
 from m2forge.train.config import MachineConfig, MeshConfig
 from m2forge.train.machine import load_network
-from m2forge.train.parallel import ProcessRanks, local, public_share
+from m2forge.train.parallel import ProcessRanks, exchange, local, public_share
 from m2forge.weights.store import Share, WeightStore
 from tests.train.draw import small_model
 from tests.train.processes import run_ranks
@@ -58,13 +58,30 @@ def test_ranks_publish_what_they_hold_as_one_version(tmp_path: Path) -> None:
 def publish_adapter(ranks: ProcessRanks, folder: Path, base: Path) -> bool:
     start = Start(small_model(torch.float32).config, base, lora=LoRAConfig(rank=3, targets=("v_proj",)))
     model = load_network(start, MachineConfig(device="cpu", mesh=MESHES[1]), torch.float32, ranks, "seed")
-    path = WeightStore(folder, "run").publish(model, 1, Share(ranks.rank, public_share(model, ranks), exchange))
-    return load_model(path).config == model.config and (path / "adapter_model.safetensors").is_file()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(".b"):
+                local(weight).fill_(0.5)
+    store = WeightStore(folder, "run", has_merged=True)
+    path = store.publish(model, 1, Share(ranks.rank, public_share(model, ranks), exchange))
+    served, merged = (load_model(each).state_dict() for each in (path, path / MERGED_FOLDER))
+    before = load_model(base).state_dict()
+    is_changed = any(not torch.equal(served[name], before[name]) for name in served)
+    is_same = served.keys() == merged.keys() and all(torch.equal(served[name], merged[name]) for name in served)
+    return (
+        is_same
+        and is_changed
+        and load_model(path).config == model.config
+        and (path / "adapter_model.safetensors").is_file()
+    )
 
 
 def test_ranks_publish_one_adapter(tmp_path: Path) -> None:
-    from m2forge.model.checkpoint import save_model
-
     save_model(small_model(torch.float32), tmp_path / "base")
     scenario = partial(publish_adapter, folder=tmp_path / "weights", base=tmp_path / "base")
     assert run_ranks(scenario, tmp_path / "ranks") == [True, True]
+    (version,) = (tmp_path / "weights").iterdir()
+    copy_model(version, tmp_path / "copy")
+    assert {path.name for path in version.iterdir()} - {path.name for path in (tmp_path / "copy").iterdir()} == {
+        MERGED_FOLDER
+    }

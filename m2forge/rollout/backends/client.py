@@ -10,13 +10,14 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from m2forge.errors import EngineError, M2ForgeError
-from m2forge.http_client import BrokenOffError, Connection, HttpClient, UnreachableError, encode_json
+from m2forge.errors import ConfigError, EngineError, M2ForgeError
+from m2forge.http_client import BrokenOffError, Connection, HttpClient, Response, UnreachableError, encode_json
 from m2forge.records import JsonValue
 
 ANSWER_S = 30.0
 """Timeout of requests that a server answers at once. Other requests have none: they may queue for long, and a prompt
 has its own deadline."""
+KEY_STATUSES = (401, 403)
 _END = b"[DONE]"
 
 
@@ -47,6 +48,15 @@ class Client:
         timeout_s: float | None = None,
     ) -> str:
         return await self._send("POST", path, body, parameters, timeout_s)
+
+    async def has_route(self, path: str) -> bool:
+        """Whether the server accepts POST requests at `path`; found by a GET, which changes nothing there. Raises a
+        ConfigError if it refuses the key."""
+        response = await self._answer("GET", path, timeout_s=ANSWER_S)
+        if response.status in KEY_STATUSES:
+            error = self._response_error(path, response.status, response.content)
+            raise ConfigError(f"{error}; give the server's API key (engine.server.key_env in a run)")
+        return response.status != 404
 
     async def batches(
         self, path: str, body: JsonValue | bytes, deadline_s: float | None = None
@@ -115,19 +125,30 @@ class Client:
         parameters: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> str:
-        self._refuse_closed()
         data = b"" if body is None else encode_json(body)
+        response = await self._answer(method, path, data, parameters, timeout_s)
+        if response.status >= 400:
+            raise self._response_error(path, response.status, response.content)
+        return response.text
+
+    async def _answer(
+        self,
+        method: str,
+        path: str,
+        data: bytes = b"",
+        parameters: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Response:
+        """The response, whatever its status."""
+        self._refuse_closed()
         try:
-            response = await self._http.request(method, path, data, parameters=parameters, timeout_s=timeout_s)
+            return await self._http.request(method, path, data, parameters=parameters, timeout_s=timeout_s)
         except UnreachableError as error:
             raise self._unreachable(error) from error
         except TimeoutError as error:
             raise EngineError(f"{self.url}{path}: no response within {timeout_s:g} s") from error
         except BrokenOffError as error:
             raise EngineError(f"{self.url} closed the connection before the response ended: {error}") from error
-        if response.status >= 400:
-            raise self._response_error(path, response.status, response.content)
-        return response.text
 
     async def _connect(self, deadline_s: float | None) -> Connection:
         """Raises TimeoutError if `deadline_s` comes before the timeout of connecting."""

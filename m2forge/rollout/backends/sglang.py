@@ -28,12 +28,14 @@ from typing import Any
 
 import numpy as np
 
-from m2forge.errors import EngineError, M2ForgeError, NotFoundError, RequestError
+from m2forge.errors import ConfigError, EngineError, M2ForgeError, NotFoundError, RequestError
+from m2forge.model.config_file import whole_folder
 from m2forge.protocols import Chunk, EngineState, Prompt
 from m2forge.records import FinishReason, JsonValue, PolicyVersion
 from m2forge.rollout.backends.client import ANSWER_S, Client
 from m2forge.rollout.backends.update_lock import UpdateLock, deadline_of, within_deadline
 
+UPDATE_PATH = "/update_weights_from_disk"
 _ALL_TOKENS = -1
 """SGLang's top_k for no limit."""
 _LOWEST_TEMPERATURE = 1e-6
@@ -63,11 +65,12 @@ class SGLangEngine:
         """Waits for requests in flight."""
         if not folder.is_dir():
             raise NotFoundError(f"{folder} is not a folder; give a model folder that the server sees too")
+        folder = whole_folder(folder)
         await asyncio.to_thread(_refuse_changed, folder)
         async with self._lock.load(version):
             body: JsonValue = {"model_path": str(folder.absolute()), "weight_version": str(version.step)}
             with self._lock.changing(folder):
-                response = self._client.parse(await self._client.post("/update_weights_from_disk", body))
+                response = self._client.parse(await self._client.post(UPDATE_PATH, body))
                 if not response.get("success"):
                     raise RequestError(f"{self._client.url} did not load {folder}: {response.get('message')}")
 
@@ -90,8 +93,12 @@ class SGLangEngine:
             )
 
     async def check_server(self) -> None:
-        """SGLang has one mode of logprobs."""
-        await self.state()
+        """Raise a ConfigError if the server has no route to reload weights. SGLang has one mode of logprobs."""
+        if not await self._client.has_route(UPDATE_PATH):
+            raise ConfigError(
+                f"{self._client.url} has no {UPDATE_PATH}, by which weights are reloaded; give the URL of an SGLang "
+                "server itself, not of a router in front of it"
+            )
 
     async def refuse_dead(self) -> None:
         """Raise an EngineError if the server does not respond or holds unknown weights; waits for a weight update."""

@@ -25,6 +25,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from m2forge.errors import ConfigError, EngineError, M2ForgeError, NotFoundError, RequestError
+from m2forge.model.config_file import whole_folder
 from m2forge.protocols import Chunk, EngineState, Prompt
 from m2forge.records import FinishReason, FloatArray, JsonValue, PolicyVersion, Sampling
 from m2forge.rollout.backends.client import Client
@@ -32,6 +33,7 @@ from m2forge.rollout.backends.update_lock import UpdateLock, deadline_of, within
 
 LogprobsMode: TypeAlias = Literal["raw", "processed"]
 
+UPDATE_PATHS = ("/pause", "/resume", "/collective_rpc", "/reset_prefix_cache")
 _ID_PREFIX = "token_id:"
 _LOWEST_TEMPERATURE = 0.01
 """vLLM silently raises any lower temperature except 0 to this."""
@@ -67,6 +69,7 @@ class VLLMEngine:
     async def load(self, folder: Path, version: PolicyVersion) -> None:
         """Waits for requests in flight, including those of other clients. The server must be able to read the
         folder."""
+        folder = whole_folder(folder)
         # A failed reload terminates the server, so broken folders are rejected here.
         await asyncio.to_thread(_refuse_broken, folder)
         async with self._lock.load(version):
@@ -92,8 +95,12 @@ class VLLMEngine:
         return EngineState(self._lock.version, running, waiting)
 
     async def check_server(self) -> None:
-        """Raise a ConfigError if the server reports logprobs of another mode than `logprobs_mode`. With top_k 1 the
-        sampling distribution holds one token, whose logprob is 0; under the raw logits it is lower."""
+        """Raise a ConfigError if the server has no routes to reload weights, or reports logprobs of another mode than
+        `logprobs_mode`. With top_k 1 the sampling distribution holds one token, whose logprob is 0; under the raw
+        logits it is lower."""
+        for path in UPDATE_PATHS:
+            if not await self._client.has_route(path):
+                raise ConfigError(self._no_route(path))
         lowest = 0.0
         for id in range(_NUM_PROBES):
             prompt = Prompt(np.array([id], np.int32), max_tokens=1, sampling=Sampling(top_k=1))
@@ -213,10 +220,13 @@ class VLLMEngine:
         try:
             return await self._client.post(path, body, parameters)
         except NotFoundError as error:
-            raise EngineError(
-                f"{self._client.url} has no {path}: vLLM reloads weights only if the environment has "
-                "VLLM_SERVER_DEV_MODE=1; restart it so"
-            ) from error
+            raise EngineError(self._no_route(path)) from error
+
+    def _no_route(self, path: str) -> str:
+        return (
+            f"{self._client.url} has no {path}: vLLM reloads weights only if the environment has "
+            "VLLM_SERVER_DEV_MODE=1; restart it so"
+        )
 
 
 def _refuse_broken(folder: Path) -> None:

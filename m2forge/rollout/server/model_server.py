@@ -17,7 +17,7 @@ from m2forge.model.checkpoint import load_model
 from m2forge.model.transformer import Transformer
 from m2forge.records import PolicyVersion
 from m2forge.rollout.config import ServeConfig
-from m2forge.rollout.core import Core, Received, no_files
+from m2forge.rollout.core import Broadcasts, Core
 from m2forge.rollout.engine import NativeEngine
 from m2forge.rollout.execution.cpu_dtype import fastest_dtype
 from m2forge.rollout.request import Decode
@@ -41,15 +41,15 @@ def serve_model(
     key: str,
     announce: Callable[[str], None],
     listener: socket.socket | None = None,
-    received: Received = no_files,
+    broadcasts: Broadcasts | None = None,
 ) -> None:
     """Serve `folder` to clients that send `key`; calls `announce` with the address once the server listens. `listener`:
-    a listening socket to use instead of the configured address. `received`: returns the files of a version that came by
-    broadcast. Raises the `EngineError` of a failed engine after every request has received it, so that the process ends
+    a listening socket to use instead of the configured address. `broadcasts`: brings versions before their folders are
+    complete. Raises the `EngineError` of a failed engine after every request has received it, so that the process ends
     and can be restarted."""
     # Bind before loading the weights, so that an address in use fails at once.
     with bind(config.server) if listener is None else listener as listener:
-        engine = NativeEngine(make_core(folder, config, received=received))
+        engine = NativeEngine(make_core(folder, config, broadcasts=broadcasts))
         spare_collector()
         app: ASGIApp = make_app(engine, config.server, key)
         serve_engine(engine, engine.watch, lambda: contextlib.nullcontext(app), listener, announce)
@@ -63,21 +63,23 @@ def spare_collector() -> None:
     gc.freeze()
 
 
-def make_core(path: Path, config: ServeConfig, lineage: str | None = None, received: Received = no_files) -> Core:
+def make_core(
+    path: Path, config: ServeConfig, lineage: str | None = None, broadcasts: Broadcasts | None = None
+) -> Core:
     """The engine core of the model in a folder or GGUF file, with its tokenizer if it has one. `lineage`: name of the
     weights unless the config names them; by default that of the path."""
     model = load_model(path, device=find_device(config), dtype=DTYPES[config.dtype])
-    return core_of(model, config, lineage or path.absolute().name, _find_decode(path), received)
+    return core_of(model, config, lineage or path.absolute().name, _find_decode(path), broadcasts)
 
 
 def core_of(
-    model: Transformer, config: ServeConfig, lineage: str, decode: Decode | None, received: Received = no_files
+    model: Transformer, config: ServeConfig, lineage: str, decode: Decode | None, broadcasts: Broadcasts | None = None
 ) -> Core:
     """The engine core of a loaded model; `lineage` names its weights unless the config does."""
     if config.dtype == "auto" and model.embedding.weight.device.type == "cpu":
         model = model.to(fastest_dtype(model))
     version = PolicyVersion(config.lineage or lineage, config.step, config.branch)
-    return Core(model.eval(), config.rollout, version, decode, received=received)
+    return Core(model.eval(), config.rollout, version, decode, broadcasts=broadcasts)
 
 
 def find_device(config: ServeConfig) -> str:

@@ -26,21 +26,28 @@ from m2forge.testing.scripted import Drawn, ScriptedPolicy, uniform_draw
 
 class FakeSGLang:
     def __init__(
-        self, vocab_size: int, context: int, *, is_incremental: bool = False, end_id: int | None = None
+        self,
+        vocab_size: int,
+        context: int,
+        *,
+        is_incremental: bool = False,
+        end_id: int | None = None,
+        takes_weights: bool = True,
     ) -> None:
-        """`end_id`: the model's end token."""
+        """`end_id`: the model's end token. `takes_weights`: a router in front of a server passes no weights on."""
         self.end_id = end_id
         self.policy, self.context, self.is_incremental = ScriptedPolicy(vocab_size), context, is_incremental
         self.version, self.aborted, self.going = PolicyVersion("fake", 0), list[str](), set[str]()
         self.bodies: list[dict[str, Any]] = []
-        self.app = Starlette(
-            routes=[
-                Route("/generate", self.generate, methods=["POST"]),
-                Route("/abort_request", self.abort, methods=["POST"]),
-                Route("/update_weights_from_disk", self.update, methods=["POST"]),
-                Route("/v1/loads", self.loads),
-            ]
-        )
+        self.loaded: list[Path] = []
+        routes = [
+            Route("/generate", self.generate, methods=["POST"]),
+            Route("/abort_request", self.abort, methods=["POST"]),
+            Route("/v1/loads", self.loads),
+        ]
+        if takes_weights:
+            routes.append(Route("/update_weights_from_disk", self.update, methods=["POST"]))
+        self.app = Starlette(routes=routes)
 
     async def generate(self, request: Request) -> Response:
         body = await request.json()
@@ -106,6 +113,7 @@ class FakeSGLang:
         assert not self.going
         if not (Path(body["model_path"]) / "config.json").exists():
             return JSONResponse({"success": False, "message": "no config.json", "num_paused_requests": 0}, 400)
+        self.loaded.append(Path(body["model_path"]))
         self.version = PolicyVersion("fake", int(body["weight_version"]))
         return JSONResponse(
             {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
