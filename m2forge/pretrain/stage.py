@@ -65,7 +65,7 @@ def run_pretrain(config: PretrainConfig, runs: Path) -> Path:
         return CorpusSource(config, index, state)
 
     companions = find_companions(corpus / TOKENIZER_NAME)
-    with machine_ranks(config.train.machine) as ranks:
+    with machine_ranks(config.train.machine, run_dir, config) as ranks:
         refuse_unfit_phases(config.train, network, config.phases, ranks)
         loop = TrainLoop(run_dir, config.train, config.phases, find_start, open_source, companions, ranks, evaluation)
         open_run(run_dir, config, loop.position.last_begun)

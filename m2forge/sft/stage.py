@@ -55,7 +55,9 @@ def run_sft(config: SFTConfig, runs: Path) -> Path:
         found = start_from(start, config.train.lora)
         return replace(found, token_ids={**found.token_ids, "eos_token_id": eos_id})
 
-    with machine_ranks(config.train.machine) as ranks:
+    with machine_ranks(config.train.machine, run_dir, config) as ranks:
+        # The number of steps, which the data has yet to tell, takes no memory.
+        refuse_unfit_phases(config.train, read_config(start), [_phase(config, 1)], ranks, config.train.lora)
         # Rank 0 encodes; the other ranks open the result.
         if ranks.rank > 0:
             ranks.max_int(0)
@@ -69,8 +71,7 @@ def run_sft(config: SFTConfig, runs: Path) -> Path:
         evaluation = None
         if config.eval is not None and held_out is not None:
             evaluation = Evaluation(config.eval, HeldOutTrajectories(config, config.eval, held_out), config.pack_tokens)
-        phases, companions = [_phase(config, store)], find_companions(start)
-        refuse_unfit_phases(config.train, read_config(start), phases, ranks, config.train.lora)
+        phases, companions = [_phase(config, _num_steps(config, store))], find_companions(start)
         loop = TrainLoop(run_dir, config.train, phases, find_start, open_source, companions, ranks, evaluation)
         open_run(run_dir, config, loop.position.last_begun)
         return loop.run()
@@ -132,12 +133,16 @@ def _names(paths: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{stem}-{index}" if stems.count(stem) > 1 else stem for index, stem in enumerate(stems))
 
 
-def _phase(config: SFTConfig, store: Store) -> PhaseConfig:
-    """The whole run as one phase: its steps are the packs of all epochs."""
+def _num_steps(config: SFTConfig, store: Store) -> int:
+    """Steps that the packs of all epochs fill. An incomplete last step takes packs from the following epoch, so every
+    trajectory is seen as often as configured."""
     reader = SFTReader(store, pack_tokens=config.pack_tokens, seed=config.seed)
     num_packs = sum(reader.num_packs(epoch) for epoch in range(config.num_epochs))
-    # An incomplete last step takes packs from the following epoch, so every trajectory is seen as often as configured.
-    steps = -(-num_packs // config.packs_per_step)
+    return -(-num_packs // config.packs_per_step)
+
+
+def _phase(config: SFTConfig, steps: int) -> PhaseConfig:
+    """The whole run as one phase."""
     return PhaseConfig(
         name="sft",
         steps=steps,

@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias
 
 from m2forge.logit_chunk import chunk_rows
 from m2forge.model.config import ModelConfig
-from m2forge.train.config import WalkConfig
+from m2forge.train.config import WalkConfig, head_parts, key_copies
 
 Execution: TypeAlias = Literal["native", "plain", "compiled"]
 FLOAT32, INT64 = 4, 8
@@ -42,6 +42,10 @@ class MicroBatch:
     """Whether the weights outside the modules, the LM head among them, get a gradient."""
     is_even: bool = True
     """Whether its sequences are equally long and do not branch: torch's own attention serves these alone."""
+
+    freezes_main: bool = False
+    """Whether the modules alone are trained: the main model then saves nothing, and none of its weights gets a
+    gradient."""
 
     def cut(self, num_tokens: int) -> "MicroBatch":
         """Its largest piece of at most `num_tokens`."""
@@ -84,14 +88,17 @@ def shared_bytes(network: ModelConfig, num_tokens: int, item_bytes: int, num_ran
     """Bytes that a block saves in addition on each of the ranks that share a pack: attention's inputs and output before
     and after they travel. `num_tokens`: of the rank."""
     attention = network.attention
-    copies = max(1, num_ranks // attention.num_kv_heads)
-    return num_tokens * item_bytes * (attention.q_width + (2 * copies - 1) * attention.kv_width)
+    # Of ranks that hold all heads, queries and outputs do not travel.
+    outputs = attention.q_width if head_parts(attention, num_ranks) > 1 else 0
+    return num_tokens * item_bytes * (outputs + (2 * key_copies(attention, num_ranks) - 1) * attention.kv_width)
 
 
-def parents_bytes(network: ModelConfig, num_tokens: int, item_bytes: int, num_ranks: int) -> int:
-    """Bytes that an MTP module saves in addition on each of the ranks that share a pack: the states of all of its
-    tokens, from which those of the parents are taken."""
-    return (num_ranks - 1) * num_tokens * (network.hidden_size * item_bytes + INT64)
+def index_bytes(network: ModelConfig, batch: MicroBatch, num_ranks: int) -> int:
+    """Bytes of a shared pack's indices: this rank's tokens, of which an MTP module takes the parents, and where ranks
+    divide queries the order of all tokens. `batch`: of the rank."""
+    own = batch.num_tokens if batch.num_mtp else 0
+    every = batch.num_tokens * num_ranks if head_parts(network.attention, num_ranks) < num_ranks else 0
+    return INT64 * (own + every)
 
 
 def norm_bytes(width: int, item_bytes: int, execution: Execution) -> int:
@@ -118,9 +125,11 @@ def module_bytes(network: ModelConfig, num_tokens: int, item_bytes: int, executi
 def outer_bytes(network: ModelConfig, batch: MicroBatch, item_bytes: int, execution: Execution) -> int:
     """Bytes saved outside blocks and modules: token ids, rotary angles, final norms, and the gradients of hidden states
     and head that the losses compute in the forward pass."""
-    size, w, num_losses = network.hidden_size, item_bytes, 1 + batch.num_mtp
+    size, w, num_losses = network.hidden_size, item_bytes, batch.num_mtp + (not batch.freezes_main)
     rotary = 2 * FLOAT32 * (network.attention.rotary_dim // 2)
-    per_token = INT64 + rotary + num_losses * (norm_bytes(size, w, execution) + size * w)
+    per_token = rotary + num_losses * (norm_bytes(size, w, execution) + size * w)
+    # A frozen main model saves no ids, and the modules its embeddings, which its first block saves otherwise.
+    per_token += size * w if batch.freezes_main else INT64
     return per_token * batch.num_tokens + head_gradients(network, batch, w)
 
 
@@ -171,7 +180,8 @@ def stack_bytes(network: ModelConfig, batch: MicroBatch, walk: WalkConfig, item_
     segments = -(-batch.context // walk.segment_tokens)
     num_tokens = segments * walk.segment_tokens
     num_layers = network.num_layers + batch.num_mtp
-    return num_tokens * 2 * network.attention.kv_width * (item_bytes + FLOAT32) * num_layers
+    num_trained = batch.num_mtp if batch.freezes_main else num_layers
+    return num_tokens * 2 * network.attention.kv_width * (item_bytes * num_layers + FLOAT32 * num_trained)
 
 
 def path_workspace(network: ModelConfig, batch: MicroBatch, walk: WalkConfig, item_bytes: int) -> int:

@@ -290,6 +290,10 @@ class MicroBatches(Protocol[BatchT_co]):
         """The caller runs each batch forward and backward before it takes the next."""
         ...
 
+    def sweep(self) -> Iterator[BatchT_co]:
+        """The caller runs each batch forward alone, without gradients, before it takes the next."""
+        ...
+
 
 class WholePack(Generic[BatchT]):
     """The pack as one batch; `Walk` (walk.py) is the other kind."""
@@ -304,6 +308,8 @@ class WholePack(Generic[BatchT]):
 
     def batches(self) -> Iterator[BatchT]:
         yield self._make()
+
+    sweep = batches
 
 
 # -- blank batches -----------------------------------------------------------------------------------------------------

@@ -59,27 +59,33 @@ if TYPE_CHECKING:
 OPTIMIZER_FILE, OPTIMIZER_FOLDER = "optimizer.safetensors", "optimizer"
 
 
-class _Writing(threading.Thread):
+class Writing(threading.Thread):
     """A write in the background."""
 
-    def __init__(self, write: Callable[[], None]) -> None:
-        super().__init__(name="checkpoint", daemon=True)
+    def __init__(self, write: Callable[[], object]) -> None:
+        super().__init__(name="writing", daemon=True)
         self._write = write
-        self.error: BaseException | None = None
+        self._error: BaseException | None = None
         self.start()
 
     def run(self) -> None:
         try:
             self._write()
-        except BaseException as error:  # noqa: BLE001, raised again by `wait`
-            self.error = error
+        except BaseException as error:  # noqa: BLE001, raised again by `end`
+            self._error = error
+
+    def end(self) -> None:
+        """Wait until it is written; raise the error that prevented it."""
+        self.join()
+        if self._error is not None:
+            raise self._error
 
 
 class CheckpointStore:
     def __init__(self, folder: Path, config: CheckpointConfig, companions: tuple[Path, ...] = ()) -> None:
         """`companions`: files to copy beside the weights, such as the tokenizer's."""
         self.folder, self.config, self.companions = folder, config, companions
-        self._writing: _Writing | None = None
+        self._writing: Writing | None = None
         self._group: dist.ProcessGroup | None = None
 
     def save(self, engine: TrainEngine, position: Position) -> None:
@@ -102,18 +108,18 @@ class CheckpointStore:
         refuse_drift(engine.model, ranks)
         content = {"position": _to_json(position), "num_steps": engine.optimizer.num_steps}
         if ranks.num_ranks == 1:
-            held, engine.before_update = engine.optimizer.held(), self.wait
-            self._writing = _Writing(lambda: self._write(dest, engine.model, held, content))
+            held = engine.optimizer.held()
+            engine.before_update.add(self.wait)
+            self._writing = Writing(lambda: self._write(dest, engine.model, held, content))
         else:
-            self._writing = _Writing(self._parts_writer(dest, engine, content))
+            self._writing = Writing(self._parts_writer(dest, engine, content))
 
     def wait(self) -> None:
         """Wait until the checkpoint that was begun is complete; raise the error that prevented it."""
         if self._writing is not None:
             self._writing.join()
             writing, self._writing = self._writing, None
-            if writing.error is not None:
-                raise writing.error
+            writing.end()
 
     def leave(self) -> None:
         """After an error: wait until the checkpoint that one process has begun is complete, or has failed. Of several
@@ -145,8 +151,8 @@ class CheckpointStore:
         weights = {n: rows for n, rows in held_weights(model).items() if model.lora is None or is_adapter(n)}
         parts = {MODEL_FOLDER: weights, OPTIMIZER_FOLDER: engine.optimizer.held()}
         parts = {folder: {name: _on_host(rows) for name, rows in held.items()} for folder, held in parts.items()}
-        on_device = engine.device.type == "cuda" and engine.optimizer.offload == "none"
-        engine.before_update = _nothing if on_device else self.wait
+        if engine.device.type == "cpu" or engine.optimizer.offload != "none":
+            engine.before_update.add(self.wait)
         group = self._group = self._group or dist.new_group(backend="gloo")
 
         def commit() -> None:
@@ -192,9 +198,6 @@ class CheckpointStore:
 
     def _without_position(self) -> list[Path]:
         return [path for path in self.folder.glob(f"{PREFIX}*") if not (path / POSITION_FILE).is_file()]
-
-
-def _nothing() -> None: ...
 
 
 def _partial(dest: Path) -> Path:

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from m2forge.config import Config, TomlValue
 from m2forge.errors import ConfigError
-from m2forge.model.config import LoRAConfig, ModelConfig
+from m2forge.model.config import AttentionConfig, LoRAConfig, ModelConfig
 from m2forge.observe.config import MetricsConfig
 from m2forge.records import Sampling
 
@@ -87,6 +87,11 @@ class PolicyConfig(Config):
         if sampling.is_truncated and self.truncated_sampling == "refuse":
             return f'expected none cut off, received {sampling}; policy.truncated_sampling = "allow" takes it'
         return None
+
+    def refuse_misfit(self, network: ModelConfig) -> None:
+        """Raise if a network cannot be trained so."""
+        if self.replay == "recorded" and network.moe is None:
+            raise ConfigError('policy.replay = "recorded": this network has no experts to replay; leave it out')
 
 
 class Curve(Config):
@@ -168,12 +173,11 @@ class MeshConfig(Config):
     replicate: Count | Literal["auto"] = 1
     """Number of copies of the model (data parallelism). auto: one copy for every `shard` × `context` ranks."""
     shard: Count | Literal["auto"] = 1
-    """Number of ranks that hold one copy together, a shard each (FSDP2). Above 1, or auto (all ranks that `replicate`
-    leaves), no phase may add modules."""
+    """Number of ranks that hold one copy together, a shard each (FSDP2). auto: all ranks that `replicate` leaves."""
 
     context: Count = 1
-    """Number of ranks that train a pack together, a run of its tokens each (context parallelism). It divides the query
-    heads, and the key/value heads or is a multiple of them. These ranks hold a shard each too."""
+    """Number of ranks that train a pack together, some of its tokens each (context parallelism). They divide the heads;
+    ranks beyond a divisor of the query and key/value heads divide the queries. These ranks hold a shard each too."""
     expert: Count = 1
     """Number of ranks that hold one copy of the experts together, whole ones each (expert parallelism). They are ranks
     of shard × context, which it divides: the others hold shards of the same experts."""
@@ -200,9 +204,11 @@ class MeshConfig(Config):
         if num_ranks % taken or (len(sizes) == len(names) and taken != num_ranks):
             shown = {name: size for name, size in sizes.items() if name != "context" or size > 1}
             written = " × ".join(f"{name} {size}" for name, size in shown.items())
+            remedy = f'start torchrun with --nproc-per-node {taken}, or set replicate or shard to "auto"'
+            if len(sizes) < len(names):
+                remedy = f"give numbers whose product divides {num_ranks}"
             raise ConfigError(
-                f"train.machine.mesh: {written} is a mesh of {taken} ranks, and {num_ranks} were started; start "
-                f'torchrun with --nproc-per-node {taken}, or set replicate or shard to "auto"'
+                f"train.machine.mesh: {written} is a mesh of {taken} ranks, and {num_ranks} were started; {remedy}"
             )
         rest = num_ranks // taken
         mesh = self.model_copy(update={name: sizes.get(name, rest) for name in ("replicate", "shard")})
@@ -215,20 +221,13 @@ class MeshConfig(Config):
         return mesh
 
     def refuse_misfit(self, network: ModelConfig) -> None:
-        """Raise if the experts or heads of a network cannot be divided."""
+        """Raise if the experts of a network cannot be divided."""
         num_experts = 0 if network.moe is None else network.moe.num_experts
         if self.expert > 1 and (not num_experts or num_experts % self.expert):
             remedy = "use a divisor of it" if num_experts else "leave it out"
             raise ConfigError(
                 f"train.machine.mesh: expert {self.expert} does not divide the {num_experts} experts of this network; "
                 f"{remedy}"
-            )
-        num_heads, num_kv_heads = network.attention.num_heads, network.attention.num_kv_heads
-        if num_heads % self.context or (num_kv_heads % self.context and self.context % num_kv_heads):
-            raise ConfigError(
-                f"train.machine.mesh: context {self.context} does not divide the {num_heads} query heads and "
-                f"{num_kv_heads} key/value heads of this network; use a divisor of the query heads that divides the "
-                "key/value heads or is a multiple of them"
             )
 
     @property
@@ -237,6 +236,19 @@ class MeshConfig(Config):
         assert self.replicate != "auto"
         assert self.shard != "auto"
         return self.replicate, self.shard * self.context
+
+
+def head_parts(attention: AttentionConfig, context: int) -> int:
+    """Number of parts into which `context` ranks divide the heads: as many as divide the query heads, and divide the
+    key/value heads or are a multiple of them. The context / parts ranks of a part divide its queries."""
+    num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
+    divisors = (parts for parts in range(context, 0, -1) if context % parts == 0)
+    return next(n for n in divisors if num_heads % n == 0 and (num_kv_heads % n == 0 or n % num_kv_heads == 0))
+
+
+def key_copies(attention: AttentionConfig, context: int) -> int:
+    """Number of the `context` ranks that receive a key/value head."""
+    return context // min(head_parts(attention, context), attention.num_kv_heads)
 
 
 class WalkConfig(Config):
@@ -317,4 +329,6 @@ class TuneConfig(TrainConfig):
     def _check(self) -> Self:
         if self.lora is not None and self.router_bias == "balanced":
             raise ValueError('lora: routers are frozen with adapters; set router_bias = "frozen"')
+        if self.lora is not None and self.optimizer.kind == "muon":
+            raise ValueError('lora: adapters are trained by AdamW; set optimizer.kind = "adamw"')
         return self

@@ -169,8 +169,8 @@ class TrainEngine:
         self.policy = policy or PolicyConfig()
         self._num_backward = 0
         """Backward passes of the current step."""
-        self.before_update: Callable[[], None] = _nothing
-        """Called between the backward pass and the update: a checkpoint may still be reading weights and moments."""
+        self.before_update: set[Callable[[], None]] = set()
+        """Called between the backward pass and the update: threads may still be reading weights and moments."""
 
     @property
     def device(self) -> torch.device:
@@ -243,22 +243,30 @@ class TrainEngine:
     ) -> dict[str, float]:
         """The loss of `packs`, as `step_rows` computes it. Every rank passes all packs and runs its share of them.
 
-        The figures do not depend on the number of ranks: each pack's sums are computed by one rank alone, and their
-        total is rounded once.
+        The figures have the same bits on any number of ranks that do not share packs: each pack's sums are computed by
+        one rank alone, and their total is rounded once.
         """
-        blank = RowSums(tag_names, len(self.model.mtp), self.device)
-        length = pack_tokens if self.pads else None
+        blank, index = RowSums(tag_names, len(self.model.mtp), self.device), self.ranks.rank // self._num_sharing
         sums_PW: list[Tensor] = []
-        for group in _groups(packs, self.ranks.num_ranks):
-            # All ranks run a forward pass per group, because a sharded model communicates in it.
-            batch = self._row_batch(group[self.ranks.rank] if self.ranks.rank < len(group) else None, length)
+
+        def add(batch: Batch) -> None:
+            """Run one batch; its output is freed when this returns, before the next one starts."""
+            batch = self._part(batch)
             output = self._run_rows(batch)
             found = next_token_loss(
                 self.model, output, batch, num_edges=1.0, mtp_weight=0.0, mtp_loss=mtp_loss, mtp_top_k=mtp_top_k
             )
-            mine = RowSums(tag_names, len(self.model.mtp), self.device)
             mine.add(batch, found)
-            sums_PW += [mine.sums() if rank == self.ranks.rank else blank.sums() for rank in range(len(group))]
+
+        for group in _groups(packs, self.ranks.num_ranks // self._num_sharing):
+            mine = RowSums(tag_names, len(self.model.mtp), self.device)
+            to_run = [self._row_batches(group[index] if index < len(group) else None, pack_tokens)]
+            # All ranks run as many forward passes per group, because a sharded model communicates in them.
+            to_run += [self._row_batches(None, None)] * self._num_missing(to_run)
+            for micro in to_run:
+                for batch in micro.sweep():
+                    add(batch)
+            sums_PW += [mine.sums() if number == index else blank.sums() for number in range(len(group))]
         # Frees the weights that FSDP gathered, as the end of a step does.
         self.optimizer.reshard()
         if not sums_PW:
@@ -459,15 +467,13 @@ class TrainEngine:
     def _update(self, load_LE: Tensor | None, lr: float) -> Norms:
         if not 0 <= lr < math.inf:
             raise ValueError(f"learning rate {lr}: expected a finite number, 0 or above")
-        self.before_update()
+        for wait in self.before_update:
+            wait()
         norms = self.optimizer.step(lr)
         if load_LE is not None and self.router_bias == "balanced":
             # Zero loads move no bias: a step with non-finite gradients is skipped entirely, without a host sync.
             self.model.update_router_biases(load_LE * norms.overall.isfinite())
         return norms
-
-
-def _nothing() -> None: ...
 
 
 def _groups(packs: Iterable[Pack], size: int) -> Iterator[list[Pack]]:

@@ -33,6 +33,7 @@ Learning rate and loss weights are functions of the step within the phase alone:
     warmup multiplies by (step + 1) / warmup_steps until that reaches 1
 """
 
+import gc
 import logging
 import math
 import queue
@@ -63,7 +64,7 @@ from m2forge.train.config import Curve, PhaseConfig, TrainConfig
 from m2forge.train.engine import PendingMetrics, TrainEngine
 from m2forge.train.evaluation import Evaluation, selection_loss
 from m2forge.train.machine import choose_dtype, load_network, machine_settings, peak_flops, rank_device, set_up_model
-from m2forge.train.parallel import SINGLE_RANK, ProcessRanks, Ranks, context_group
+from m2forge.train.parallel import SINGLE_RANK, ProcessRanks, Ranks, context_group, expand_mtp
 from m2forge.train.position import CHECKPOINT_FOLDER, MODEL_FOLDER, Best, Position, read_position
 from m2forge.train.run_dir import hold_run
 from m2forge.tree.token_tree import TokenTree
@@ -234,15 +235,15 @@ class TrainLoop:
             offload=config.machine.offload,
             router_bias=config.router_bias,
             walk=config.machine.walk_config,
-            context=context_group(config.machine.mesh, ranks) if isinstance(ranks, ProcessRanks) else None,
+            context=context_group(config.machine.mesh, ranks, model.config)
+            if isinstance(ranks, ProcessRanks)
+            else None,
         )
         if newest is not None:
             restore(self.engine, newest)
         if self.position.phase > len(self.phases):
             raise ConfigError(f"{run_dir} is in phase {self.position.phase + 1}, the configuration has {len(phases)}")
         _refuse_missing_modules(self.phases[self.position.phase :], len(model.mtp))
-        if config.machine.mesh.is_sharded:
-            _refuse_added_modules(self.phases[self.position.phase :], len(model.mtp))
         set_up_model(model, config.machine, self.device)
         self._bad_steps = 0
 
@@ -317,9 +318,13 @@ class TrainLoop:
     def _enter(self, phase: PhaseConfig) -> None:
         model = self.engine.model
         if phase.num_mtp is not None and phase.num_mtp > len(model.mtp):
-            model.expand_mtp(phase.num_mtp, phase.mtp_source)
-            set_up_model(model, self.config.machine, self.device)
+            machine = self.config.machine
+            model = expand_mtp(model, phase.num_mtp, phase.mtp_source, machine.mesh, self.ranks)
+            set_up_model(model, machine, self.device)
+            self.engine.model = model
             self.engine.optimizer.follow(model)
+            # The smaller network, if it was divided, has references to itself.
+            gc.collect()
         attention = model.config.attention
         if phase.rope_theta is not None:
             attention = attention.model_copy(update={"rope_theta": phase.rope_theta})
@@ -465,15 +470,6 @@ def _refuse_missing_modules(phases: Sequence[PhaseConfig], num_mtp: int) -> None
                 f"phase {phase.name}: num_mtp {wanted} is less than the {num_mtp} modules of the phase before"
             )
         num_mtp = wanted
-
-
-def _refuse_added_modules(phases: Sequence[PhaseConfig], num_mtp: int) -> None:
-    for phase in phases:
-        if phase.num_mtp is not None and phase.num_mtp > num_mtp:
-            raise ConfigError(
-                f"phase {phase.name}: num_mtp {phase.num_mtp}: with machine.mesh.shard a network of {num_mtp} "
-                "modules cannot grow; start this phase as a separate run, or use mesh.replicate"
-            )
 
 
 def _padding_share(phase: PhaseConfig, num_steps: int, num_tokens: int) -> float:

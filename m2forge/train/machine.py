@@ -2,41 +2,53 @@
 
 import functools
 import os
+import socket
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from m2forge.config import Config, TomlValue, dump
 from m2forge.errors import ConfigError
+from m2forge.files import shared_token
+from m2forge.model.architecture import adapted_layers
 from m2forge.model.config import LoRAConfig, ModelConfig
 from m2forge.model.start import Start
 from m2forge.model.transformer import Transformer
+from m2forge.python_source import code_digest
 from m2forge.train.activation import MicroBatch
 from m2forge.train.config import MachineConfig, PhaseConfig, PolicyConfig, TrainConfig, TuneConfig
-from m2forge.train.memory import machine_step, refuse_unfit
+from m2forge.train.memory import machine_step, policy_step, refuse_unfit
 from m2forge.train.parallel import (
     SINGLE_RANK,
     ProcessRanks,
     Ranks,
     align,
+    exchange,
     held_weights,
     process_ranks,
     refuse_difference,
     refuse_drift,
     shard_model,
 )
+from m2forge.train.run_dir import flat_keys
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
 """Dense bfloat16 FLOPS, as stated by the vendor."""
+APPEARS_S, POLL_S = 60.0, 0.2
+"""Network file systems cache for up to a minute that a folder is absent."""
 LONG_ENOUGH_S = 0.1
 """A matrix product that takes this long measures the speed well enough."""
 
 
 def choose_device(config: MachineConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError('machine.device is "cuda", but torch sees no GPU; use "cpu" or "auto"')
+        raise ConfigError('train.machine.device is "cuda", but torch sees no GPU; use "cpu" or "auto"')
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(config.device)
@@ -73,14 +85,79 @@ def machine_settings(config: MachineConfig, device: torch.device) -> Iterator[No
 
 
 @contextmanager
-def machine_ranks(config: MachineConfig) -> Iterator[Ranks]:
-    """The ranks that train together, including this process."""
+def machine_ranks(config: MachineConfig, run_dir: Path, whole: Config) -> Iterator[Ranks]:
+    """The ranks that train together, including this process. Raises if their nodes cannot train the run `whole` in
+    `run_dir` together."""
     if config.mesh.is_single:
         config.mesh.of_ranks(int(os.environ.get("WORLD_SIZE", "1")))
         yield SINGLE_RANK
         return
     with process_ranks(choose_device(config), config.mesh) as ranks:
+        refuse_unlike_nodes(ranks, run_dir, whole)
         yield ranks
+
+
+@dataclass(frozen=True)
+class Node:
+    """What all ranks must have alike, and the host where one has it."""
+
+    host: str
+    code: str
+    gpu: str
+    config: Mapping[str, TomlValue]
+    """By dotted key."""
+
+    def difference(self, other: "Node") -> str | None:
+        """What `other` has in another way, and the remedy."""
+        if self.code != other.code:
+            return f"m2forge has other code there than on {self.host}; install the same version on all nodes"
+        if self.gpu != other.gpu:
+            return f"it trains on {other.gpu}, and {self.host} on {self.gpu}; start the run on nodes of one kind"
+        for key in sorted(self.config.keys() | other.config.keys()):
+            ours, theirs = self.config.get(key), other.config.get(key)
+            if ours != theirs:
+                return (
+                    f"its configuration has {key} = {theirs!r}, and that of {self.host} {ours!r}; start all nodes with "
+                    "the same file and options"
+                )
+        return None
+
+
+def refuse_unlike_nodes(ranks: ProcessRanks, run_dir: Path, config: Config) -> None:
+    """Raise a ConfigError, the same on all ranks, that names the node and the remedy, unless all nodes have the same
+    code, configuration and kind of GPU, and share the folder that holds the run's. Writes nothing that stays."""
+    runs, host = run_dir.absolute().parent, socket.gethostname()
+    with ExitStack() as stack:
+        token, problem = "", None
+        if ranks.rank == 0:
+            try:
+                token = stack.enter_context(shared_token(runs)).name
+            except OSError as error:
+                problem = f"{error.filename or runs}: {error.strerror or error}; give a path that can be used"
+        node = Node(host, code_digest(), gpu_name(ranks.device), flat_keys(tomllib.loads(dump(config))))
+        nodes, tokens, problems = zip(*exchange((node, token, problem)), strict=True)
+        found = [problems[0], *(nodes[0].difference(other) for other in nodes[1:])]
+        if not any(found):
+            lacks = f"{runs} is not the folder of that name on {nodes[0].host}; put runs on a shared file system"
+            found = exchange(None if _appears(runs / tokens[0]) else lacks)
+    # When one rank ends, launchers kill the others: not before the file is gone.
+    ranks.max_int(0)
+    for rank, problem in enumerate(found):
+        if problem is not None:
+            raise ConfigError(f"node {nodes[rank].host} (rank {rank}): {problem}")
+
+
+def gpu_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "its CPU"
+
+
+def _appears(path: Path) -> bool:
+    until_s = time.monotonic() + APPEARS_S
+    while not path.exists():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(POLL_S)
+    return True
 
 
 def rank_device(config: MachineConfig, ranks: Ranks) -> torch.device:
@@ -122,15 +199,25 @@ def refuse_unfit_phases(
     ranks: Ranks,
     lora: LoRAConfig | None = None,
 ) -> None:
-    """Raise, before anything is loaded, if a phase needs more memory than the GPU has free."""
+    """Raise, before anything is loaded, if mesh or adapters do not fit the network, the machine does not have the
+    device, or a phase needs more memory than the GPU has free."""
+    config.machine.mesh.refuse_misfit(network)
+    if lora is not None:
+        adapted_layers(network, lora)
     device = rank_device(config.machine, ranks)
     if device.type != "cuda":
         return
     free, _ = torch.cuda.mem_get_info(device)
-    # Of a phase with a frozen main model the memory is not predicted; its weights are those of the others.
-    for phase in (phase for phase in phases if phase.trains == "all"):
-        num_mtp = max(network.num_mtp, phase.num_mtp or 0)
-        batch = MicroBatch(phase.pack_tokens, phase.context, phase.pack_tokens, num_mtp, lora is None)
+    for phase in phases:
+        num_mtp, is_frozen = max(network.num_mtp, phase.num_mtp or 0), phase.trains == "mtp"
+        batch = MicroBatch(
+            phase.pack_tokens,
+            phase.context,
+            phase.pack_tokens,
+            num_mtp,
+            trains_main=lora is None and not is_frozen,
+            freezes_main=is_frozen,
+        )
         whole = network.model_copy(update={"num_mtp": num_mtp})
         num_packs, num_ranks = phase.packs_per_step, ranks.num_ranks
         step = machine_step(config.machine, "cuda", whole, config.optimizer, batch, num_packs, lora, num_ranks)
@@ -140,14 +227,10 @@ def refuse_unfit_phases(
 def refuse_unfit_policy(
     config: TuneConfig, network: ModelConfig, policy: PolicyConfig, device: torch.device, num_ranks: int
 ) -> None:
-    """The same for steps over trees. Packs are no larger than the attempts are, so this counts the shortest."""
+    """The same for steps over trees."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        tokens = min(policy.bucket_tokens, policy.pack_tokens)
-        batch = MicroBatch(tokens, tokens, tokens, network.num_mtp if policy.mtp_weight else 0, config.lora is None)
-        machine, optimizer = config.machine, config.optimizer
-        step = machine_step(machine, "cuda", network, optimizer, batch, lora=config.lora, num_ranks=num_ranks)
-        refuse_unfit(step, free, "the policy")
+        refuse_unfit(policy_step(config, network, policy, num_ranks), free, "the policy")
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

@@ -35,15 +35,15 @@ from m2forge.train.activation import (
     block_bytes,
     block_workspace,
     head_gradients,
+    index_bytes,
     loss_workspace,
     module_bytes,
     outer_bytes,
-    parents_bytes,
     path_workspace,
     shared_bytes,
     stack_bytes,
 )
-from m2forge.train.config import MachineConfig, OptimizerConfig, WalkConfig
+from m2forge.train.config import MachineConfig, OptimizerConfig, PolicyConfig, TuneConfig, WalkConfig, key_copies
 
 OFFLOAD_BYTES = 6 * FLOAT32 << 24
 """Chunks of optimizer state that pass through the device: three tensors of 2²⁴ elements on each of two streams."""
@@ -69,6 +69,8 @@ class Weight:
     """Whether it is a selection bias, stored in at least float32 and not sharded."""
     is_expert: bool = False
     is_trained: bool = True
+    is_module: bool = False
+    """Whether it is of an MTP module: in a phase that freezes the main model these alone get a gradient."""
 
     @cached_property
     def numel(self) -> int:
@@ -99,10 +101,12 @@ def _weights(network: ModelConfig, lora: LoRAConfig | None) -> Iterator[Weight]:
         yield outer(network.vocab_size, size)
     yield outer(size)
     for _ in range(network.num_mtp):
-        yield from (outer(size), outer(size), outer(size), outer(size, 2 * size, is_matrix=True))
+        module = (outer(size), outer(size), outer(size), outer(size, 2 * size, is_matrix=True))
+        yield from (replace(weight, is_module=True) for weight in module)
     layers = [*range(network.num_layers), *[network.num_layers - 1] * network.num_mtp]
     for index, layer in enumerate(layers):
-        yield from _block_weights(network, layer, f"block {index}", trained)
+        block = _block_weights(network, layer, f"block {index}", trained)
+        yield from (replace(weight, is_module=index >= network.num_layers) for weight in block)
     if lora is not None:
         yield from _adapters(network, lora)
 
@@ -172,16 +176,22 @@ class TrainingMemory:
 
 @lru_cache
 def training_memory(
-    network: ModelConfig, optimizer: OptimizerConfig, item_bytes: int, lora: LoRAConfig | None = None, shard: int = 1
+    network: ModelConfig,
+    optimizer: OptimizerConfig,
+    item_bytes: int,
+    lora: LoRAConfig | None = None,
+    shard: int = 1,
+    freezes_main: bool = False,
 ) -> TrainingMemory:
-    """What training `network` takes with `item_bytes` per weight, on the rank that holds most of `shard` ranks."""
+    """What training `network` takes with `item_bytes` per weight, on the rank that holds most of `shard` ranks.
+    `freezes_main`: frozen weights have no gradient, and keep their moments."""
     size = dict.fromkeys(("weights", "gradients", "moments", "masters"), 0)
     for weight in weights(network, lora):
         num, exact = weight.held(shard), max(FLOAT32, item_bytes)
         own = exact if weight.is_bias else item_bytes
         size["weights"] += num * own
         if weight.is_trained:
-            size["gradients"] += num * exact
+            size["gradients"] += num * exact if weight.is_module or not freezes_main else 0
             size["moments"] += num * exact * (1 if optimizer.kind == "muon" and weight.is_matrix else 2)
             size["masters"] += num * exact if own < exact else 0
     return TrainingMemory(**size)
@@ -290,6 +300,15 @@ def machine_step(
     )
 
 
+def policy_step(config: TuneConfig, network: ModelConfig, policy: PolicyConfig, num_ranks: int = 1) -> TrainingStep:
+    """The least that one of `num_ranks` trains on CUDA in a step over trees: packs are no larger than the attempts are,
+    so this is one short pack."""
+    tokens = min(policy.bucket_tokens, policy.pack_tokens)
+    batch = MicroBatch(tokens, tokens, tokens, network.num_mtp if policy.mtp_weight else 0, config.lora is None)
+    machine, optimizer = config.machine, config.optimizer
+    return machine_step(machine, "cuda", network, optimizer, batch, lora=config.lora, num_ranks=num_ranks)
+
+
 def refuse_unfit(step: TrainingStep, free_bytes: float, name: str) -> None:
     """Raise if a rank needs clearly more than `free_bytes`; the message names a setting that fits, if there is one."""
     memory = rank_memory(step)
@@ -331,9 +350,10 @@ def rank_memory(step: TrainingStep) -> RankMemory:
 
 def _moments(step: TrainingStep) -> dict[str, dict[str, int]]:
     network, batch, w = step.network, step.piece, step.item_bytes
-    state = training_memory(network, step.optimizer, w, step.lora, step.shard)
+    frozen = batch.freezes_main
+    state = training_memory(network, step.optimizer, w, step.lora, step.shard, frozen)
     on_device = step.offload == "none"
-    kv_ranks = min(step.context, network.attention.num_kv_heads)
+    kv_ranks = step.context // key_copies(network.attention, step.context)
     always = {
         "weights": state.weights,
         "master weights": state.masters if on_device else 0,
@@ -346,6 +366,7 @@ def _moments(step: TrainingStep) -> dict[str, dict[str, int]]:
     # Below float32 a micro-batch's gradients are added to float32 sums; otherwise the sums are the gradients.
     sums = state.gradients if step.is_accumulated else 0
     outer = outer_bytes(network, batch, w, step.execution) + batch.num_tokens * network.hidden_size * w
+    outer += index_bytes(network, batch, step.context) if step.context > 1 else 0
     adapted = units.adapted
     saved = [_saved(step, index, layer) for index, layer in enumerate(step.layers)]
     gathered = units.outer_gathered
@@ -359,7 +380,7 @@ def _moments(step: TrainingStep) -> dict[str, dict[str, int]]:
         }
     }
     done = units.gradients("outer")
-    for index in reversed(range(len(saved))):
+    for index in reversed(range(network.num_layers if frozen else 0, len(saved))):
         layer = step.layers[index]
         whole = block_bytes(network, layer, batch.num_tokens, w, step.execution) if step.recompute == "block" else 0
         moments[f"backward of block {index}"] = always | {
@@ -382,13 +403,14 @@ def _moments(step: TrainingStep) -> dict[str, dict[str, int]]:
 def _saved(step: TrainingStep, index: int, layer: int) -> int:
     """Bytes that the forward pass of a block leaves behind."""
     network, batch, w = step.network, step.piece, step.item_bytes
+    module = index >= network.num_layers
+    if batch.freezes_main and not module:
+        return 0
     if step.recompute == "block":
         return batch.num_tokens * network.hidden_size * w
-    module = index >= network.num_layers
     extra = module_bytes(network, batch.num_tokens, w, step.execution) if module else 0
     if step.context > 1:
         extra += shared_bytes(network, batch.num_tokens, w, step.context)
-        extra += parents_bytes(network, batch.num_tokens, w, step.context) if module else 0
     return block_bytes(network, layer, batch.num_tokens, w, step.execution) + extra
 
 
@@ -400,6 +422,7 @@ class _Units:
         self._weights: dict[str, list[Weight]] = {}
         for weight in weights(step.network, step.lora):
             self._weights.setdefault(weight.unit, []).append(weight)
+        self._frozen = step.batch.freezes_main
         self.adapted = self._adapted()
 
     @property
@@ -423,7 +446,7 @@ class _Units:
         return sum(
             weight.numel // (self._step.expert if weight.is_expert else 1) * self._step.item_bytes
             for weight in self._weights.get(unit, ())
-            if weight.is_trained
+            if self._gets_gradient(weight)
         )
 
     def held_gradients(self, unit: str) -> int:
@@ -431,7 +454,7 @@ class _Units:
         return sum(
             weight.held(self._step.shard) * self._step.item_bytes
             for weight in self._weights.get(unit, ())
-            if weight.is_trained
+            if self._gets_gradient(weight)
         )
 
     def reduced(self, index: int) -> int:
@@ -441,7 +464,10 @@ class _Units:
         return self.gradients(f"block {index}") // self._step.item_bytes * FLOAT32
 
     def largest(self) -> int:
-        return max(weight.numel for found in self._weights.values() for weight in found if weight.is_trained)
+        return max(weight.numel for found in self._weights.values() for weight in found if self._gets_gradient(weight))
+
+    def _gets_gradient(self, weight: Weight) -> bool:
+        return weight.is_trained and (weight.is_module or not self._frozen)
 
     def _adapted(self) -> int:
         """Merged weights W', which every adapted layer saves."""
@@ -468,5 +494,6 @@ def _update_workspace(step: TrainingStep, units: _Units) -> int:
     if step.offload == "host":
         return OFFLOAD_BYTES
     if step.device == "cpu":
-        return training_memory(step.network, step.optimizer, step.item_bytes, step.lora, step.shard).gradients
+        frozen = step.batch.freezes_main
+        return training_memory(step.network, step.optimizer, step.item_bytes, step.lora, step.shard, frozen).gradients
     return 0

@@ -121,7 +121,7 @@ class Optimizer:
         self.follow(model)
 
     def follow(self, model: Transformer) -> None:
-        """Add slots for weights of `model` that this optimizer does not have yet."""
+        """Train the weights of `model`: with the slots of the same names that this optimizer has, else fresh ones."""
         self._attention, self._device = model.config.attention, model.embedding.weight.device
         self._sharded_modules = sharded_modules(model)
         self.reshard()
@@ -131,6 +131,9 @@ class Optimizer:
             for name, weight in model.named_parameters()
             if model.lora is None or is_adapter(name)
         }
+        for name, weight in model.named_parameters():
+            if name in self.slots:
+                self.slots[name].weight = weight
 
     def _fresh_slot(self, name: str, weight: nn.Parameter) -> Slot:
         precision, held = at_least_float32(weight.dtype), local(weight.data)

@@ -30,7 +30,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Protocol, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -39,10 +39,12 @@ from torch import Tensor, nn
 from m2forge.errors import ConfigError, TrainingError
 from m2forge.kernels.arithmetic import at_least_float32
 from m2forge.model.architecture import Part, public_parts
+from m2forge.model.config import ModelConfig
 from m2forge.model.lora import adapter_parts
-from m2forge.model.rows import Rows
-from m2forge.model.transformer import Block, MixtureFFN, Transformer
-from m2forge.train.config import MeshConfig
+from m2forge.model.rows import Rows, draw_rows
+from m2forge.model.start import Start
+from m2forge.model.transformer import Block, MixtureFFN, MTPSource, Transformer, copied_name
+from m2forge.train.config import MeshConfig, head_parts
 
 if TYPE_CHECKING:
     # Loading these takes most of a second; only a sharded model needs them.
@@ -56,6 +58,7 @@ TIMEOUT_S = 6 * 3600.0
 """Timeout of a collective. Other ranks wait while rank 0 encodes data and writes checkpoints; if a process dies, the
 launcher ends the others."""
 CHUNK_ELEMENTS = 1 << 22
+T = TypeVar("T")
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype by size in bytes."""
 
@@ -133,6 +136,19 @@ def process_ranks(device: torch.device, mesh: MeshConfig, *, timeout_s: float = 
         yield ProcessRanks(device)
     finally:
         dist.destroy_process_group()
+
+
+def exchange(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The values of all ranks, on each."""
+    received: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(received, value, group)
+    return cast("list[T]", received)
+
+
+def group_beside() -> dist.ProcessGroup:
+    """A second group of all ranks, on which a thread of theirs communicates beside their step. All ranks call this
+    together."""
+    return cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
 
 
 @torch.no_grad()
@@ -242,6 +258,32 @@ def shard_model(model: Transformer, mesh_config: MeshConfig, ranks: ProcessRanks
     sharded_modules(model)[0].set_reshard_after_backward(False, recurse=False)
 
 
+@torch.no_grad()
+def expand_mtp(model: Transformer, num_modules: int, source: MTPSource, mesh: MeshConfig, ranks: Ranks) -> Transformer:
+    """`model` with more MTP modules, as `Transformer.expand_mtp` adds them: the same object, or if it is sharded
+    another one, since FSDP2 adds no weights to a network that it has divided. The weights are copied shard by shard."""
+    if not isinstance(ranks, ProcessRanks) or not mesh.is_sharded:
+        model.expand_mtp(num_modules, source)
+        return model
+    assert model.lora is None, "a stage with adapters adds no modules"
+    for unit in sharded_modules(model):
+        unit.reshard()
+    config = model.config.model_copy(update={"num_mtp": num_modules})
+    larger = Start(config, token_ids=model.token_ids).network("meta", model.embedding.weight.dtype)
+    shard_model(larger, mesh, ranks)
+    larger.to_empty(device=ranks.device)
+    old, held = model.state_dict(), held_weights(larger)
+    for name, rows in held.items():
+        origin = name if name in old else copied_name(name, config.num_layers, source)
+        rows.tensor.copy_(local(old[origin]))
+    if source == "random":
+        for index in range(len(model.mtp), num_modules):
+            added = {name: rows for name, rows in held.items() if name.startswith(f"mtp.{index}.")}
+            draw_rows(added, config.init_std, seed=index)
+    refuse_drift(larger, ranks)
+    return larger
+
+
 def _divide_experts(layer: MixtureFFN, mesh: "DeviceMesh", device: torch.device) -> None:
     """Keep this rank's experts, and their adapters, alone."""
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -256,7 +298,7 @@ def _divide_experts(layer: MixtureFFN, mesh: "DeviceMesh", device: torch.device)
     layer.expert_ffn = ParallelExpertFFN(mesh.get_group())
 
 
-def context_group(mesh_config: MeshConfig, ranks: ProcessRanks) -> "ContextGroup | None":
+def context_group(mesh_config: MeshConfig, ranks: ProcessRanks, network: ModelConfig) -> "ContextGroup | None":
     """The neighbours that share their packs with this rank; None: it has its own."""
     if mesh_config.context == 1:
         return None
@@ -264,9 +306,15 @@ def context_group(mesh_config: MeshConfig, ranks: ProcessRanks) -> "ContextGroup
 
     from m2forge.train.context_parallel import ContextGroup
 
-    sizes = (ranks.num_ranks // mesh_config.context, mesh_config.context)
-    mesh = init_device_mesh(ranks.device.type, sizes, mesh_dim_names=("packs", "context"))
-    return ContextGroup(mesh["context"].get_group())
+    num_packs, num_parts = ranks.num_ranks // mesh_config.context, head_parts(network.attention, mesh_config.context)
+    kind, sizes = ranks.device.type, (num_packs, mesh_config.context)
+    group = init_device_mesh(kind, sizes, mesh_dim_names=("packs", "context"))["context"].get_group()
+    if num_parts == mesh_config.context:
+        return ContextGroup(group, group, network)
+    # The ranks that divide the queries of a part of the heads are neighbours.
+    of_parts = (num_packs, num_parts, mesh_config.context // num_parts)
+    parts = init_device_mesh(kind, of_parts, mesh_dim_names=("packs", "parts", "queries"))["parts"].get_group()
+    return ContextGroup(group, parts, network)
 
 
 def sharded_modules(model: nn.Module) -> "list[FSDPModule]":

@@ -1,7 +1,8 @@
 """The directory of a run: created on the first start, checked on resume, locked by one process at a time.
 
 It holds the resolved configuration. A resumed run must have the same configuration, except for the machine, the
-checkpoint settings, the metrics writers, which weights to export, and phases that have not begun.
+checkpoint settings, the metrics writers, which weights to export, the URLs of an RL run's vLLM or SGLang servers, and
+phases that have not begun.
 """
 
 import fcntl
@@ -21,7 +22,7 @@ FAILURE_FILE = "failure.txt"
 """The error that ended the run's last process, in one line; absent while a process runs and after an interrupt."""
 MODE = 0o700
 """A run's directory is private to its owner: it holds the pool and what agents and models wrote."""
-MUTABLE_KEYS = ("train.machine", "train.checkpoint", "train.metrics", "eval.export", "cluster")
+MUTABLE_KEYS = ("train.machine", "train.checkpoint", "train.metrics", "eval.export", "cluster", "engine.server.url")
 """Config tables and keys that may change on resume."""
 IMPLIED = {"train.router_bias": "balanced", "agent.sandbox.backend": "process"}
 """Values that older runs used implicitly, before their configuration recorded the key."""
@@ -74,7 +75,7 @@ def refuse_changes(run_dir: Path, config: Config, phase: int | None, mutable: Se
     if phase is None or not path.exists():
         return
     before = _read_run(type(config), path)
-    after = _flat(tomllib.loads(dump(config)))
+    after = flat_keys(tomllib.loads(dump(config)))
     changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
     changed = [key for key in changed if not key.startswith(tuple(mutable)) and not _is_future_phase(key, phase)]
     if changed:
@@ -90,12 +91,12 @@ def _read_run(kind: type[Config], path: Path) -> dict[str, TomlValue]:
     that the run used implicitly."""
     written = current_keys(kind, tomllib.loads(path.read_text(encoding="utf-8")))
     try:
-        defaults = _flat(tomllib.loads(dump(build(kind, written))))
+        defaults = flat_keys(tomllib.loads(dump(build(kind, written))))
     except ConfigError:
         # It holds keys or values that are no longer valid, so that it differs from any valid configuration.
         defaults = {}
     implied = {key: value for key, value in IMPLIED.items() if key in defaults}
-    return defaults | implied | _flat(written)
+    return defaults | implied | flat_keys(written)
 
 
 def _is_future_phase(key: str, phase: int) -> bool:
@@ -104,11 +105,13 @@ def _is_future_phase(key: str, phase: int) -> bool:
     return parts[0] == "phases" and int(parts[1]) > phase
 
 
-def _flat(value: TomlValue, path: str = "") -> dict[str, TomlValue]:
+def flat_keys(value: TomlValue, path: str = "") -> dict[str, TomlValue]:
+    """Each leaf of a TOML value by its dotted key."""
     if isinstance(value, dict):
         pairs = list(value.items())
     elif isinstance(value, list):
         pairs = [(str(index), item) for index, item in enumerate(value)]
     else:
         return {path: value}
-    return {key: leaf for name, item in pairs for key, leaf in _flat(item, f"{path}.{name}" if path else name).items()}
+    nested = (flat_keys(item, f"{path}.{name}" if path else name) for name, item in pairs)
+    return {key: leaf for found in nested for key, leaf in found.items()}

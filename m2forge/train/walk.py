@@ -10,6 +10,8 @@ all segments below it, so its own gradients are complete. A leaf runs in the bac
 One path from a root to a leaf is held at a time, and the activations of one segment; no ancestor runs again for another
 leaf. The balance loss needs the expert loads of the whole step before the first backward pass. Then `loads` takes the
 forward sweep of every segment first, and keeps the keys and values of all that are not leaves until the backward sweep.
+
+`sweep` is the forward sweep alone, for a loss without gradients.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -83,6 +85,12 @@ class Walk(Generic[BatchT]):
         while path:
             yield from self._back(path.pop())
 
+    def sweep(self) -> Iterator[BatchT]:
+        for index, segment in enumerate(self._segments):
+            batch, plan = self._batch(index, self._states.get(segment.parent, []))
+            yield batch
+            self._keep_states(index, plan)
+
     def _reach(self, index: int) -> None:
         if index in self._kept:
             copied, self._states[index] = self._kept.pop(index)
@@ -95,9 +103,12 @@ class Walk(Generic[BatchT]):
         segment = self._segments[index]
         batch, plan = self._batch(index, self._states.get(segment.parent, []))
         output: Output = self._forward(batch)
-        if plan is not None and not segment.is_leaf:
-            self._states[index] = [state.clone() for state in plan.last_states]
+        self._keep_states(index, plan)
         return output.load_LE
+
+    def _keep_states(self, index: int, plan: PathPlan | None) -> None:
+        if plan is not None and not plan.is_leaf:
+            self._states[index] = [state.clone() for state in plan.last_states]
 
     def _back(self, index: int) -> Iterator[BatchT]:
         parent = self._segments[index].parent

@@ -1,5 +1,6 @@
 """Fine-tuning end to end on a few made-up trajectories: what is written, and going on after a stop."""
 
+import contextlib
 import json
 import random
 import shutil
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from m2forge.config import build
+from m2forge import cli
+from m2forge.config import build, write_resolved
 from m2forge.errors import ConfigError, FormatError, NotFoundError
 from m2forge.model.build import build as build_model
 from m2forge.model.checkpoint import load_model, save_model
@@ -19,6 +21,7 @@ from m2forge.model.convert import export_model
 from m2forge.model.lora import is_adapter_folder
 from m2forge.observe.metrics import read_metrics
 from m2forge.records import Pack
+from m2forge.sft import stage
 from m2forge.sft.config import SFTConfig
 from m2forge.sft.stage import run_sft
 from m2forge.sft.synthetic import write_jsonl
@@ -28,6 +31,7 @@ from m2forge.train import loop
 from m2forge.train.config import CheckpointConfig, Curve, MachineConfig, WalkConfig
 from m2forge.train.engine import PendingMetrics, TrainEngine
 from m2forge.train.loop import TokenCost, TrainLoop
+from m2forge.train.parallel import SINGLE_RANK
 from tests.sft.sample import chat_format
 from tests.sft.start import write_start
 from tests.text.own_template import QWEN, tokenizer_of
@@ -212,6 +216,32 @@ def test_adapters_are_trained_resumed_and_exported(config: SFTConfig, tmp_path: 
     export_model(again, export)
     exported = load_model(export).state_dict()
     assert [name for name in exported if not torch.equal(exported[name], after[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"machine": {"device": "cuda"}}, 'train.machine.device is "cuda", but torch sees no GPU'),
+        ({"machine": {"device": "cuda"}}, "phase sft: a rank needs"),
+        ({"lora": {"rank": 2, "targets": ["conv"]}}, "no layer ends with 'conv'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_data_is_encoded(
+    config: SFTConfig,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+    message: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: message.startswith("phase"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10**4, 10**4))
+    monkeypatch.setattr(stage, "machine_ranks", lambda *_: contextlib.nullcontext(SINGLE_RANK))
+    values = config.model_dump(mode="json", exclude_unset=True) | {"train": fields}
+    write_resolved(build(SFTConfig, values), tmp_path / "config.toml")
+    assert cli.main(["sft", str(tmp_path / "config.toml"), "--runs", str(tmp_path / "runs")]) == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
 
 
 def test_a_missing_model_and_a_changed_configuration_are_refused(config: SFTConfig, runs: Path) -> None:

@@ -1,5 +1,7 @@
 """Random packs, and a small network to train on them."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 
@@ -11,12 +13,16 @@ from m2forge.records import NO_TARGET, Pack
 VOCAB = 32
 
 
-def small_model(dtype: torch.dtype = torch.float64, **changes: object) -> Transformer:
+def small_model(
+    dtype: torch.dtype = torch.float64, attention: Mapping[str, object] | None = None, **changes: object
+) -> Transformer:
+    """`attention`: changes of it."""
+    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "rotary_dim": 4, "qk_norm": "flat"}
     data: dict[str, object] = {
         "vocab_size": VOCAB,
         "hidden_size": 16,
         "num_layers": 2,
-        "attention": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "rotary_dim": 4, "qk_norm": "flat"},
+        "attention": {**sizes, **(attention or {})},
         "moe": {"num_experts": 4, "top_k": 2, "intermediate_size": 8},
         "num_mtp": 2,
         "init_std": 0.3,

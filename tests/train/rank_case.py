@@ -2,7 +2,7 @@
 ranks, trains, and returns all that the steps leave behind. A case may contain a bug, which tests must notice."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -16,11 +16,11 @@ from m2forge.model.config import LoRAConfig
 from m2forge.model.lora import attach
 from m2forge.model.plan import Documents
 from m2forge.model.preset import preset
-from m2forge.model.transformer import MixtureFFN, Transformer
+from m2forge.model.transformer import MixtureFFN, MTPSource, Transformer
 from m2forge.records import Call, FinishReason, Pack
 from m2forge.train.batch import BatchT
 from m2forge.train.config import MeshConfig, OptimizerConfig, PolicyConfig, WalkConfig
-from m2forge.train.context_parallel import ContextGroup
+from m2forge.train.context_parallel import ContextGroup, ContextPlan, Share
 from m2forge.train.engine import TrainEngine
 from m2forge.train.optimizer import Norms, Optimizer
 from m2forge.train.parallel import (
@@ -28,6 +28,7 @@ from m2forge.train.parallel import (
     Ranks,
     align,
     context_group,
+    expand_mtp,
     gathered,
     local,
     refuse_drift,
@@ -42,10 +43,20 @@ Over = Literal["rows", "trees"]
 Bug = Literal["none", "mean", "mean of experts", "no gradient of weights", "no gradient of states", "wrong rank"]
 """mean: gradients are averaged over the ranks; of experts: those alone. no gradient: what travels back to the tokens of
 the experts' operator. wrong rank: tokens travel to the next rank."""
-ContextBug = Literal["none", "own tokens alone", "own parents alone", "counted twice", "next positions"]
+ContextBug = Literal[
+    "none",
+    "own tokens alone",
+    "own parents alone",
+    "counted twice",
+    "next positions",
+    "keys as received",
+    "first queries",
+    "no gradient of keys",
+]
 """Mistakes planted in ranks that share a pack. own: the attention, or the MTP modules, of a rank ignore the tokens of
 others. counted twice: each rank's loss is divided by the sum of what all hold. next positions: they start at 0 on each
-rank."""
+rank. Where queries are divided: keys as received, not in the order of tokens; first queries: masks of the first tokens;
+no gradient of keys and values that travelled."""
 
 CPU = torch.device("cpu")
 LENGTHS = [[5, 4], [7], [2, 9]]
@@ -62,11 +73,14 @@ class Case:
     recompute: Literal["none", "block"] = "none"
     walk: WalkConfig | None = None
     """How the ranks walk; one process runs whole packs."""
+    added: MTPSource | None = None
+    """The origin of two MTP modules that are added after the first step."""
     frozen: bool = False
     is_compiled: bool = False
     """Only on several ranks."""
     lora: LoRAConfig | None = None
     moe: Mapping[str, object] = field(default_factory=dict)
+    attention: Mapping[str, object] = field(default_factory=dict)
     vocab_size: int = 32
     dtype: torch.dtype = torch.float64
     preset: str | None = None
@@ -140,14 +154,33 @@ class WrongContext(ContextGroup):
         return 1 if self.bug == "counted twice" else self.group.size()
 
     def split(self, batch: BatchT) -> BatchT:
-        part = ContextGroup(self.group).split(batch)
+        part = ContextGroup(self.group, self.parts, self.network).split(batch)
         own = Documents([part.tokens_N.shape[0]], CPU)
         name = {"own tokens alone": "bind", "own parents alone": "to_parent", "next positions": "position_N"}.get(
             self.bug
         )
         if name is not None:
             setattr(part.plan, name, getattr(own, name))
+        assert isinstance(part.plan, ContextPlan)
+        part.plan.share = with_bug(part.plan.share, self.bug)
         return part
+
+
+@dataclass(frozen=True)
+class DetachedShare(Share):
+    def gather(self, rows: Tensor) -> Tensor:
+        return super().gather(rows.detach())
+
+
+def with_bug(share: Share, bug: ContextBug) -> Share:
+    if bug == "keys as received":
+        return replace(share, order_N=None)
+    if bug == "first queries":
+        assert share.query_Q is not None
+        return replace(share, query_Q=torch.arange(share.query_Q.shape[0]))
+    if bug == "no gradient of keys":
+        return DetachedShare(**{each.name: getattr(share, each.name) for each in fields(share)})
+    return share
 
 
 def packs_of(step: int, ranks: Ranks, seed: int = 0, sharing: int = 1) -> list[Pack]:
@@ -213,7 +246,7 @@ def make_model(case: Case, ranks: Ranks) -> Transformer:
         model = build(config.model_copy(update={"num_mtp": 2, "moe": moe}), dtype=case.dtype, seed=0)
     else:
         sizes = {"num_experts": 4, "top_k": 2, "intermediate_size": 8, **case.moe}
-        model = small_model(case.dtype, moe=sizes, vocab_size=case.vocab_size)
+        model = small_model(case.dtype, case.attention, moe=sizes, vocab_size=case.vocab_size)
     if ranks.rank:
         model.init_weights(seed=1)
     return model
@@ -235,9 +268,9 @@ def make_engine(case: Case, ranks: Ranks, model: Transformer | None = None) -> R
         if case.is_compiled:
             model.compile_blocks("aot_eager")
     model.freeze_main(case.frozen)
-    context = context_group(case.mesh, ranks) if isinstance(ranks, ProcessRanks) else None
+    context = context_group(case.mesh, ranks, model.config) if isinstance(ranks, ProcessRanks) else None
     if context is not None and case.context_bug != "none":
-        context = WrongContext(context.group, case.context_bug)
+        context = WrongContext(context.group, context.parts, context.network, case.context_bug)
     # So that three trees are more than one pack.
     policy = PolicyConfig(pack_tokens=40, replay=case.replay)
     return RecordingEngine(
@@ -280,7 +313,16 @@ def whole_state(optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def run_case(case: Case, ranks: Ranks) -> dict[str, Any]:
-    return train(make_engine(case, ranks), range(case.num_steps), case.over, case.seed)
+    engine, first = make_engine(case, ranks), 0
+    if case.added is not None:
+        first = 1
+        train(engine, range(first), case.over, case.seed)
+        engine.model = expand_mtp(engine.model, 4, case.added, case.mesh, ranks)
+        engine.model.recompute = case.recompute
+        engine.model.freeze_main(case.frozen)
+        engine.optimizer.follow(engine.model)
+        engine.loads = []
+    return train(engine, range(first, case.num_steps), case.over, case.seed)
 
 
 def train(engine: RecordingEngine, steps: Sequence[int], over: str = "rows", seed: int = 0) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2forge.kernels import arithmetic
+from m2forge.model import plan
 from m2forge.model.build import build
 from m2forge.model.config import ModelConfig
 from m2forge.model.transformer import Transformer
@@ -20,9 +23,9 @@ from m2forge.train.activation import (
     Execution,
     MicroBatch,
     block_bytes,
+    index_bytes,
     module_bytes,
     outer_bytes,
-    parents_bytes,
     shared_bytes,
 )
 from m2forge.train.config import MeshConfig, OptimizerConfig, WalkConfig
@@ -93,6 +96,19 @@ def test_saved_bytes_are_those_of_the_step(data: st.DataObject) -> None:
     assert saved.num_bytes == predicted(network, num_tokens, 4, "native")
 
 
+@NATIVE
+@pytest.mark.parametrize("num_mtp", [1, 2])
+def test_a_frozen_main_model_saves_nothing(num_mtp: int) -> None:
+    network, num_tokens = SMALL.model_copy(update={"num_mtp": num_mtp}), 24
+    model = build(network)
+    model.freeze_main()
+    saved = train_step(model, [num_tokens])
+    batch = MicroBatch(num_tokens, num_tokens, num_tokens, num_mtp, trains_main=False, freezes_main=True)
+    block = block_bytes(network, network.num_layers - 1, num_tokens, 4, "native")
+    modules = num_mtp * (block + module_bytes(network, num_tokens, 4, "native"))
+    assert saved.num_bytes == modules + outer_bytes(network, batch, 4, "native")
+
+
 def test_plain_torch_saves_norms_in_float32() -> None:
     """On a CPU, bfloat16 with gradients has no native kernels; attention there copies its output, and the router's
     product its operands, which CUDA's do not."""
@@ -117,21 +133,48 @@ def test_recomputed_blocks_save_their_inputs() -> None:
     assert saved.num_bytes == outer + inputs - rotary
 
 
-def save_on(ranks: ProcessRanks) -> dict[str, int]:
+THREE_HEADS = SMALL.model_copy(
+    update={"attention": SMALL.attention.model_copy(update={"num_heads": 3, "num_kv_heads": 1})}
+)
+"""Two ranks that share a pack divide its queries."""
+
+
+class Sparing(torch.autograd.Function):
+    """Attention that saves what a kernel saves: its inputs, its output and a float32 number for each query and head."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = q.clone()
+        ctx.save_for_backward(q, k, v, out, q.new_zeros(q.shape[:2]))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.zeros_like(x) for x in ctx.saved_tensors[:3])
+
+
+def sparing_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
+    out: torch.Tensor = Sparing.apply(q, k, v)  # type: ignore[no-untyped-call]
+    return out
+
+
+def save_on(ranks: ProcessRanks, network: ModelConfig) -> dict[str, int]:
     """Bytes that a rank saves of 12 tokens: of a pack of its own, and as its part of a shared one."""
     found = {}
     for name, mesh, num_tokens in (("own", MeshConfig(replicate=2), 12), ("shared", MeshConfig(context=2), 24)):
-        model = build(SMALL, seed=0)
+        model = build(network, seed=0)
         saved = Saved(model)
-        engine = TrainEngine(model, OptimizerConfig(), ranks=ranks, context=context_group(mesh, ranks))
-        with saved.counting():
-            engine.step_rows([draw_pack([num_tokens], SMALL.vocab_size)], lr=1e-3, mtp_weight=0.1)
+        engine = TrainEngine(model, OptimizerConfig(), ranks=ranks, context=context_group(mesh, ranks, model.config))
+        with saved.counting(), patch.object(plan, "run_attention", sparing_attention):
+            engine.step_rows([draw_pack([num_tokens], network.vocab_size)], lr=1e-3, mtp_weight=0.1)
         found[name] = saved.num_bytes
     return found
 
 
 @NATIVE
-def test_ranks_that_share_a_pack_save_what_travels_too(tmp_path: Path) -> None:
-    found: Any = run_ranks(save_on, tmp_path)[0]
-    in_blocks = (SMALL.num_layers + SMALL.num_mtp) * shared_bytes(SMALL, 12, 4, 2)
-    assert found["shared"] - found["own"] == in_blocks + SMALL.num_mtp * parents_bytes(SMALL, 12, 4, 2)
+@pytest.mark.parametrize("network", [SMALL, THREE_HEADS], ids=["heads divided", "queries divided"])
+def test_ranks_that_share_a_pack_save_what_travels_too(network: ModelConfig, tmp_path: Path) -> None:
+    found: Any = run_ranks(partial(save_on, network=network), tmp_path)[0]
+    in_blocks = (network.num_layers + network.num_mtp) * shared_bytes(network, 12, 4, 2)
+    indices = index_bytes(network, MicroBatch(12, 24, 12, network.num_mtp), 2)
+    assert found["shared"] - found["own"] == in_blocks + indices

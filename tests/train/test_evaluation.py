@@ -1,10 +1,12 @@
 """Held-out loss: the loss of training without the training."""
 
+from typing import Literal
+
 import pytest
 import torch
 
 from m2forge.records import Pack
-from m2forge.train.config import MTPLoss, OptimizerConfig, PhaseConfig
+from m2forge.train.config import MTPLoss, OptimizerConfig, PhaseConfig, WalkConfig
 from m2forge.train.engine import TrainEngine
 from m2forge.train.evaluation import selection_loss
 from tests.train.draw import draw_pack, small_model
@@ -24,6 +26,19 @@ def test_the_loss_is_that_of_a_training_step(mtp_loss: MTPLoss) -> None:
     assert evaluated.keys() == {"loss", "loss/a", "loss/b", "mtp_loss/1", "mtp_loss/2"}
     # Float64: only the order of the sum over packs differs.
     assert evaluated == pytest.approx({name: trained[name] for name in evaluated}, rel=1e-14)
+
+
+@pytest.mark.parametrize("stack", ["device", "host"])
+def test_a_walk_evaluates_each_token_once_in_segments(stack: Literal["device", "host"]) -> None:
+    engine = TrainEngine(small_model(), OptimizerConfig(), walk=WalkConfig(segment_tokens=4, stack=stack))
+    sizes: list[int] = []
+    engine.model.register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].shape[0]))
+    found = engine.eval_rows(draw_packs(), tag_names=TAGS)
+    whole = TrainEngine(small_model(), OptimizerConfig()).eval_rows(draw_packs(), tag_names=TAGS)
+    # Float64: sums over the keys of a segment, then over segments.
+    assert found == pytest.approx(whole, rel=1e-12)
+    assert max(sizes) == 4
+    assert sum(sizes) == sum(pack.tokens.size for pack in draw_packs())
 
 
 def test_evaluating_changes_no_weight_and_leaves_no_gradient() -> None:

@@ -1,15 +1,18 @@
 """What a run sets for the whole process ends with it."""
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from m2forge.config import build
 from m2forge.errors import ConfigError
+from m2forge.model.config import AttentionConfig
 from m2forge.model.preset import preset
-from m2forge.train.config import MachineConfig, MeshConfig
-from m2forge.train.machine import machine_ranks, machine_settings, peak_flops
+from m2forge.train.config import Curve, MachineConfig, MeshConfig, PhaseConfig, TrainConfig, head_parts, key_copies
+from m2forge.train.machine import machine_ranks, machine_settings, peak_flops, refuse_unfit_phases
+from m2forge.train.parallel import SINGLE_RANK
 
 
 def settings() -> tuple[int, int, bool]:
@@ -64,12 +67,27 @@ def test_measuring_the_machine_takes_seconds_at_most(dtype: torch.dtype) -> None
     ],
 )
 def test_a_mesh_of_other_ranks_than_were_started_is_refused(
-    mesh: dict[str, object], num_ranks: int, problem: str, monkeypatch: pytest.MonkeyPatch
+    mesh: dict[str, object], num_ranks: int, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
     with pytest.raises(ConfigError, match=problem):
-        machine_ranks(MachineConfig(mesh=MeshConfig.model_validate(mesh))).__enter__()
+        machine = MachineConfig(mesh=MeshConfig.model_validate(mesh))
+        machine_ranks(machine, tmp_path, machine).__enter__()
+
+
+def test_every_phase_is_refused_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = preset("m2-mini").model_copy(update={"num_mtp": 1})
+    main = PhaseConfig(
+        name="main", steps=1, context=1024, pack_tokens=1024, lr=Curve(start=1e-3), mtp_weight=Curve(start=0.3)
+    )
+    modules = main.model_copy(update={"name": "modules", "num_mtp": 3, "trains": "mtp", "pack_tokens": 262_144})
+    monkeypatch.setattr("m2forge.train.machine.rank_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (40 * 10**9, 0))
+    refuse_unfit_phases(TrainConfig(), network, [main], SINGLE_RANK)
+    refuse_unfit_phases(TrainConfig(), network, [main, modules.model_copy(update={"pack_tokens": 8192})], SINGLE_RANK)
+    with pytest.raises(ConfigError, match=r"phase modules: a rank needs .* 40\.0 GB are free; set train\.machine\."):
+        refuse_unfit_phases(TrainConfig(), network, [main, modules], SINGLE_RANK)
 
 
 def test_auto_is_the_number_of_ranks_left() -> None:
@@ -94,16 +112,22 @@ def test_experts_that_cannot_be_divided_are_refused(name: str, problem: str) -> 
     MeshConfig(shard=3).refuse_misfit(network)
 
 
-@pytest.mark.parametrize("context", [5, 3, 8])
-def test_heads_that_cannot_be_divided_are_refused(context: int) -> None:
-    problem = f"context {context} does not divide the 12 query heads and 2 key/value heads of this network"
-    with pytest.raises(ConfigError, match=problem):
-        MeshConfig(context=context).refuse_misfit(preset("m2-tiny"))
-
-
-@pytest.mark.parametrize("context", [1, 2, 4, 6, 12])
-def test_heads_are_divided_up_to_one_for_each_rank(context: int) -> None:
-    MeshConfig(context=context).refuse_misfit(preset("m2-tiny"))
+@pytest.mark.parametrize(
+    ("heads", "context", "parts", "copies"),
+    [
+        *[((12, 2), context, context, max(1, context // 2)) for context in (1, 2, 4, 6, 12)],
+        *[((12, 2), context, parts, context // 2) for context, parts in ((8, 4), (24, 12), (10, 2))],
+        ((12, 2), 5, 1, 5),
+        *[((9, 3), context, parts, copies) for context, parts, copies in ((2, 1, 2), (3, 3, 1), (6, 3, 2), (8, 1, 8))],
+        ((9, 3), 9, 9, 3),
+        ((9, 3), 18, 9, 6),
+    ],
+)
+def test_ranks_divide_the_heads_and_then_the_queries(
+    heads: tuple[int, int], context: int, parts: int, copies: int
+) -> None:
+    attention = AttentionConfig(num_heads=heads[0], num_kv_heads=heads[1], head_dim=8, rotary_dim=8)
+    assert (head_parts(attention, context), key_copies(attention, context)) == (parts, copies)
 
 
 def test_ranks_that_share_a_segment_need_a_token_each() -> None:

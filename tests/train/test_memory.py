@@ -37,14 +37,19 @@ LEARNED_BIASES = SMALL.moe.model_copy(update={"bias_update": "gradient", "aux_lo
 
 
 def measured(
-    network: ModelConfig, config: OptimizerConfig, dtype: torch.dtype, lora: LoRAConfig | None = None
+    network: ModelConfig,
+    config: OptimizerConfig,
+    dtype: torch.dtype,
+    lora: LoRAConfig | None = None,
+    freezes_main: bool = False,
 ) -> TrainingMemory:
     model = build(network, dtype=dtype)
+    model.freeze_main(freezes_main)
     if lora is not None:
         attach(model, lora, Path("base"))
     optimizer = Optimizer(model, config)
     for weight in model.parameters():
-        weight.grad = torch.zeros_like(weight)
+        weight.grad = torch.zeros_like(weight) if weight.requires_grad or not freezes_main else None
     optimizer.collect()
     totals = [slot.total for slot in optimizer.slots.values() if slot.total is not None]
     masters = [slot.master for slot in optimizer.slots.values() if slot.master is not None]
@@ -70,6 +75,14 @@ def test_biases_with_a_gradient_are_trained(dtype: torch.dtype) -> None:
     network = SMALL.model_copy(update={"moe": LEARNED_BIASES})
     config = OptimizerConfig()
     assert training_memory(network, config, dtype.itemsize) == measured(network, config, dtype)
+
+
+@given(st.data())
+def test_frozen_weights_have_moments_and_no_gradients(data: st.DataObject) -> None:
+    network, config = data.draw(model_configs(num_mtp=data.draw(st.integers(1, 2)))), OptimizerConfig(kind="muon")
+    found = training_memory(network, config, 2, freezes_main=True)
+    assert found == measured(network, config, torch.bfloat16, freezes_main=True)
+    assert 0 < found.gradients < training_memory(network, config, 2).gradients
 
 
 @given(st.data())

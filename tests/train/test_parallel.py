@@ -56,9 +56,15 @@ REPLICATED = MeshConfig(replicate="auto")
 MESHES = {"replicated": REPLICATED, "sharded": SHARDED}
 SIX = {"num_experts": 6, "aux_loss_weight": 0.1}
 BALANCED = {"aux_loss_weight": 0.1}
+THREE, NINE, SIX_HEADS = (
+    {"num_heads": heads, "num_kv_heads": kv_heads} for heads, kv_heads in ((3, 1), (9, 3), (6, 2))
+)
+WINDOWED = {**NINE, "window": {"size": 3, "num_sinks": 1, "layers": (1,)}}
 LEARNT_BIAS = {"bias_update": "gradient", "aux_loss_weight": 0.1}
 ADAPTERS = LoRAConfig(rank=2, targets=("q_proj", "v_proj", r"w[123]"))
-WALK = WalkConfig(segment_tokens=6)
+NUM_WALKS = 2 if LONG else 1
+"""Steps of the longest walks."""
+WALK, WALK_ON_HOST = WalkConfig(segment_tokens=6), WalkConfig(segment_tokens=6, stack="host")
 DIVIDED = MeshConfig(shard="auto", expert=2)
 SHARED, SHARED_DIVIDED = MeshConfig(context=2), MeshConfig(shard=2, context=2, expert=4)
 SHARED_AND_SHARDED, SHARED_COPIES = MeshConfig(shard=2, context=2), MeshConfig(replicate="auto", context=2)
@@ -77,32 +83,50 @@ CASES = {
     "replicated, adapters, over trees": Case(REPLICATED, "trees", lora=ADAPTERS),
     "sharded, adapters, recomputed": Case(recompute="block", lora=ADAPTERS, kind="muon"),
     "replicated, walk over trees": Case(REPLICATED, "trees", walk=WALK, num_steps=1),
-    "experts divided, M2": Case(DIVIDED, preset="m2-tiny", moe=BALANCED, num_steps=1, seed=1),
     "experts divided, replayed, muon, recomputed": Case(
         DIVIDED, "trees", kind="muon", recompute="block", moe=BALANCED, replay="recorded"
     ),
-    "experts divided, walk over trees, adapters, offloaded": Case(
-        DIVIDED, "trees", walk=WALK, lora=ADAPTERS, offload="host", seed=2
+    "experts divided, walk over trees on the host, adapters, offloaded": Case(
+        DIVIDED, "trees", walk=WALK_ON_HOST, lora=ADAPTERS, offload="host", num_steps=NUM_WALKS, seed=2
     ),
-    "packs shared, walk over trees, adapters": Case(SHARED, "trees", walk=WALK, lora=ADAPTERS, num_steps=1, seed=3),
-    "packs shared, walk, recomputed": Case(SHARED, walk=WALK, recompute="block", moe=BALANCED, num_steps=1),
-    "packs shared, M2": Case(SHARED, preset="m2-tiny", moe=BALANCED, num_steps=1),
-    "packs shared, replayed, muon, recomputed": Case(
-        SHARED, "trees", kind="muon", recompute="block", moe=BALANCED, replay="recorded", seed=1
+    "packs shared, walk on the host, recomputed": Case(
+        SHARED, walk=WALK_ON_HOST, recompute="block", moe=BALANCED, num_steps=1
     ),
     "packs shared, experts divided, adapters, offloaded": Case(
         MeshConfig(context=2, expert=2), lora=ADAPTERS, offload="host", moe=BALANCED, seed=2
     ),
+    "sharded, modules added, muon, learnt bias": Case(added="main", kind="muon", moe=LEARNT_BIAS, num_steps=3),
+    "experts divided, modules added to a frozen main model, offloaded": Case(
+        DIVIDED, added="mtp1", frozen=True, offload="host"
+    ),
+    "packs shared, experts divided, M2": Case(SHARED_BY_BOTH, preset="m2-tiny", moe=BALANCED, num_steps=1, seed=1),
+    "packs shared by queries": Case(SHARED, attention=THREE, moe=BALANCED),
+    "packs shared by queries, windows, walk": Case(SHARED, attention=WINDOWED, walk=WALK, moe=BALANCED, num_steps=1),
+    "packs shared by queries, walk over trees, adapters": Case(
+        SHARED, "trees", attention=THREE, walk=WALK, lora=ADAPTERS, num_steps=NUM_WALKS, seed=3
+    ),
+    "packs shared by queries, replayed, recomputed, experts divided": Case(
+        SHARED_BY_BOTH, "trees", attention=NINE, recompute="block", moe=BALANCED, replay="recorded", seed=1
+    ),
 }
+EVALUATED = {
+    "replicated": (Case(REPLICATED), 11),
+    "sharded": (Case(), 11),
+    "sharded, walk": (Case(walk=WALK), 6),
+    "packs shared": (Case(SHARED), 6),
+    "packs shared, walk": (Case(SHARED, walk=WALK_ON_HOST), 3),
+}
+"""The most tokens that a forward pass of a rank has: of packs of 9, 7 and 11, in steps and in evaluations."""
+if LONG:
+    EVALUATED["replicated, walk"] = Case(REPLICATED, walk=WALK), 6
 BOTH = MeshConfig(replicate=2, shard=2)
 CASES_OF_FOUR = {
     "replicated and sharded, muon, adapters, over trees": Case(BOTH, "trees", kind="muon", lora=ADAPTERS),
-    "replicated and sharded, muon, learnt bias": Case(BOTH, kind="muon", moe=LEARNT_BIAS),
     "experts divided and sharded, six, muon": Case(DIVIDED, kind="muon", moe=SIX),
     "experts divided and replicated, over trees": Case(DIVIDED_COPIES, "trees", replay="recorded", seed=3),
     "experts divided over all, walk, recomputed": Case(DIVIDED_BY_FOUR, walk=WALK, recompute="block", moe=BALANCED),
-    "packs shared by all, M2, over trees": Case(
-        MeshConfig(context=4, expert=2), "trees", preset="m2-tiny", num_steps=1
+    "packs shared by heads and queries, walk over trees": Case(
+        MeshConfig(context=4), "trees", attention=SIX_HEADS, walk=WALK, num_steps=1, seed=2
     ),
     "packs shared and sharded": Case(SHARED_AND_SHARDED, moe=BALANCED, seed=4),
     "packs shared and replicated, over trees": Case(SHARED_COPIES, "trees", moe=BALANCED, num_steps=1),
@@ -121,14 +145,38 @@ if LONG:
             DIVIDED, "trees", moe=BALANCED, replay="recorded", is_compiled=True
         ),
         "sharded, walk, recomputed": Case(walk=WALK, recompute="block", moe=BALANCED, num_steps=1),
+        "experts divided, M2": Case(DIVIDED, preset="m2-tiny", moe=BALANCED, num_steps=1, seed=1),
+        "packs shared, walk over trees, adapters": Case(SHARED, "trees", walk=WALK, lora=ADAPTERS, num_steps=1, seed=3),
+        "packs shared, M2": Case(SHARED, preset="m2-tiny", moe=BALANCED, num_steps=1),
+        "packs shared, replayed, muon, recomputed": Case(
+            SHARED, "trees", kind="muon", recompute="block", moe=BALANCED, replay="recorded", seed=1
+        ),
+        "packs shared, experts divided, drawn modules added": Case(SHARED_BY_BOTH, added="random", num_steps=3),
         "experts divided, learnt bias, frozen main model": Case(DIVIDED, moe=LEARNT_BIAS, frozen=True),
         "experts divided, M2, walk over trees, muon": Case(DIVIDED, "trees", preset="m2-tiny", walk=WALK, kind="muon"),
         **{f"experts divided, drawn {seed}, {over}": Case(DIVIDED, over, seed=seed) for seed, over in DRAWN},
         **{f"packs shared, drawn {seed}, {over}": Case(SHARED, over, seed=seed) for seed, over in DRAWN},
+        **{
+            f"packs shared by queries, drawn {seed}, {over}": Case(SHARED, over, attention=WINDOWED, seed=seed)
+            for seed, over in DRAWN
+        },
+        "packs shared by queries, compiled": Case(SHARED, attention=THREE, num_steps=1, is_compiled=True),
+        "packs shared by queries, walk over trees, compiled": Case(
+            SHARED, "trees", attention=THREE, walk=WALK, num_steps=1, is_compiled=True
+        ),
         "packs shared, learnt bias, frozen main model": Case(SHARED, moe=LEARNT_BIAS, frozen=True),
     }
     CASES_OF_FOUR |= {
         "replicated and sharded": Case(BOTH, moe=BALANCED),
+        "replicated and sharded, muon, learnt bias": Case(BOTH, kind="muon", moe=LEARNT_BIAS),
+        "packs shared by all, M2, over trees": Case(
+            MeshConfig(context=4, expert=2), "trees", preset="m2-tiny", num_steps=1
+        ),
+        "packs shared by heads and queries": Case(MeshConfig(context=4), attention=SIX_HEADS, moe=BALANCED, seed=2),
+        "packs shared by four for queries, over trees": Case(
+            MeshConfig(context=4), "trees", attention=NINE, moe=BALANCED, num_steps=1
+        ),
+        "packs shared by queries and sharded": Case(SHARED_AND_SHARDED, attention=THREE, moe=BALANCED, seed=4),
         "experts divided and sharded, six, adapters": Case(DIVIDED, lora=ADAPTERS, moe={"num_experts": 6}),
         "experts divided over all, M2": Case(DIVIDED_BY_FOUR, preset="m2-tiny", moe=BALANCED, offload="host"),
         "experts divided and sharded, M2, over trees": Case(DIVIDED, "trees", preset="m2-tiny"),
@@ -143,6 +191,10 @@ EXPERT_BUGS: tuple[Bug, ...] = ("mean of experts", "no gradient of weights", "no
 PLANTED_IN_EXPERTS = Case(DIVIDED, num_steps=1)
 CONTEXT_BUGS: tuple[ContextBug, ...] = ("own tokens alone", "own parents alone", "counted twice", "next positions")
 PLANTED_IN_CONTEXT = Case(SHARED, num_steps=1)
+QUERY_BUGS: tuple[ContextBug, ...] = ("keys as received", "first queries", "no gradient of keys")
+if LONG:
+    QUERY_BUGS += CONTEXT_BUGS
+PLANTED_IN_QUERIES = Case(SHARED, attention=THREE, num_steps=1)
 LOW_PRECISION = Case(num_steps=1, moe=LEARNT_BIAS, dtype=torch.bfloat16)
 
 
@@ -216,16 +268,19 @@ def evaluate(mesh: MeshConfig, ranks: Ranks) -> dict[str, float]:
     return engine.eval_rows(packs, tag_names=("a", "b"))
 
 
-def train_and_evaluate(mesh: MeshConfig, ranks: Ranks) -> list[dict[str, float]]:
-    """Metrics of two steps and of the evaluation after each; the second step freezes the main model, as a phase may."""
-    engine = make_engine(Case(mesh), ranks)
+def train_and_evaluate(case: Case, ranks: Ranks) -> tuple[list[dict[str, float]], int]:
+    """Metrics of two steps and of the evaluation after each; the second step freezes the main model, as a phase may.
+    Also the most tokens that a forward pass had."""
+    engine = make_engine(case, ranks)
     packs = [draw_pack(index, lengths) for index, lengths in enumerate(LENGTHS)]
-    found = []
+    found, sizes = list[dict[str, float]](), [0]
+    engine.model.register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].shape[0]))
     for step, is_frozen in enumerate((False, True)):
         engine.model.freeze_main(is_frozen)
-        found.append(engine.step_rows(packs_of(step, ranks), lr=1e-2, mtp_weight=0.3).read())
+        mine = packs_of(step, ranks, sharing=case.mesh.context if isinstance(ranks, ProcessRanks) else 1)
+        found.append(engine.step_rows(mine, lr=1e-2, mtp_weight=0.3).read())
         found.append(engine.eval_rows(packs))
-    return found
+    return found, max(sizes)
 
 
 def compare_compiled(ranks: ProcessRanks) -> tuple[float, int]:
@@ -282,12 +337,14 @@ def scenario(ranks: ProcessRanks, folder: Path) -> dict[str, Any]:
     cases = CASES | {f"planted in {name}": case for name, case in PLANTED.items()} | {"bfloat16": LOW_PRECISION}
     cases |= {bug: replace(PLANTED_IN_EXPERTS, bug=bug) for bug in EXPERT_BUGS}
     cases |= {bug: replace(PLANTED_IN_CONTEXT, context_bug=bug) for bug in CONTEXT_BUGS}
+    cases |= {f"queries, {bug}": replace(PLANTED_IN_QUERIES, context_bug=bug) for bug in QUERY_BUGS}
     outcomes: dict[str, Any] = {name: run_case(case, ranks) for name, case in cases.items()}
     outcomes |= {"drift": drift(ranks), "misfit": misfit(ranks), "skip": skip(ranks), "rows": count_rows(ranks)}
     outcomes["compiled"] = compare_compiled(ranks)
     for name, mesh in MESHES.items():
         outcomes[f"evaluation, {name}"] = evaluate(mesh, ranks)
-        outcomes[f"evaluation between steps, {name}"] = train_and_evaluate(mesh, ranks)
+    for name, (case, _) in EVALUATED.items():
+        outcomes[f"evaluation between steps, {name}"] = train_and_evaluate(case, ranks)
     return outcomes | {
         "resumed": resume(Case(), ranks, folder / "checkpoints", 1),
         "resumed, experts divided": resume(Case(DIVIDED), ranks, folder / "checkpoints", 2),
@@ -374,11 +431,14 @@ def test_four_ranks_train_as_one_process_does(folder: Path) -> None:
     assert [outcome["resumed"] for outcome in outcomes] == [[]] * 4
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", EVALUATED)
 def test_ranks_evaluate_between_steps_as_one_process_does(outcomes: Any, name: str) -> None:
-    expected = train_and_evaluate(MESHES[name], SINGLE_RANK)
+    case, most_tokens = EVALUATED[name]
+    expected, _ = train_and_evaluate(case, SINGLE_RANK)
     for outcome in outcomes:
-        for ours, theirs in zip(outcome[f"evaluation between steps, {name}"], expected, strict=True):
+        found, num_tokens = outcome[f"evaluation between steps, {name}"]
+        assert num_tokens <= most_tokens
+        for ours, theirs in zip(found, expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-12, abs=1e-12)
 
 
@@ -411,6 +471,12 @@ def test_a_mistake_of_divided_experts_would_be_noticed(outcomes: Any, bug: Bug) 
 @pytest.mark.parametrize("bug", CONTEXT_BUGS)
 def test_a_mistake_with_shared_packs_would_be_noticed(outcomes: Any, bug: ContextBug) -> None:
     expected, wrong = run_case(PLANTED_IN_CONTEXT, SINGLE_RANK), outcomes[0][bug]
+    assert distance(wrong["state"], expected["state"]) > 0.1
+
+
+@pytest.mark.parametrize("bug", QUERY_BUGS)
+def test_a_mistake_with_divided_queries_would_be_noticed(outcomes: Any, bug: ContextBug) -> None:
+    expected, wrong = run_case(PLANTED_IN_QUERIES, SINGLE_RANK), outcomes[0][f"queries, {bug}"]
     assert distance(wrong["state"], expected["state"]) > 0.1
 
 

@@ -55,7 +55,7 @@ def machine(mesh: str) -> MachineConfig:
 
 
 def engine_of(model: Transformer, case: Case, mesh: str, ranks: Ranks) -> RecordingEngine:
-    context = context_group(MESHES[mesh], ranks) if isinstance(ranks, ProcessRanks) else None
+    context = context_group(MESHES[mesh], ranks, model.config) if isinstance(ranks, ProcessRanks) else None
     optimizer = OptimizerConfig(kind=case.kind)
     return RecordingEngine(model, optimizer, ranks=ranks, router_bias="balanced", context=context)
 
