@@ -84,6 +84,35 @@ REFERENCE = "H200"
 
 
 @dataclass(frozen=True)
+class Errors:
+    """The largest errors of predictions for steps that were measured, relative to the measurement."""
+
+    gpu: str
+    """The GPU that ran the steps; it was one."""
+    num_calibrating: int
+    """Steps that the rates were fitted to."""
+    num_tried: int
+    """Other steps, predicted with these rates."""
+    step_time: float
+    """The largest of the tried steps."""
+    memory: float
+    """The largest of all steps; memory needs no calibration."""
+
+    def describe(self, gpu: str, num_gpus: int) -> str:
+        """The errors in words, and what of a plan for `num_gpus` of `gpu` was never measured."""
+        unmeasured = [gpu] * (gpu != self.gpu) + ["more than one GPU"] * (num_gpus > 1)
+        tried = f"{self.num_tried} steps, predicted from {self.num_calibrating} others"
+        return (
+            f"errors on one {self.gpu}: step time within {self.step_time:.1%} on {tried}, and peak memory within "
+            f"{self.memory:.1%}" + (f"; never measured: {', '.join(unmeasured)}" if unmeasured else "")
+        )
+
+
+ERRORS = Errors(REFERENCE, num_calibrating=4, num_tried=13, step_time=0.103, memory=0.05)
+"""What benchmarks/scale.py --part plan found in the run whose seventeen steps `MEASURED` is fitted to."""
+
+
+@dataclass(frozen=True)
 class GPU:
     name: str
     datasheet: Datasheet

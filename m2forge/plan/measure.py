@@ -1,15 +1,28 @@
-"""One rank's share of a training step, run by the train engine: seconds and peak memory; rates fitted to them.
+"""One rank's share of a training step, timed on the GPU at hand; rates fitted to the seconds.
 
-`fit` finds the rates that explain measured steps best: it minimizes the squared logarithms of predicted over measured
-seconds, with a weak pull towards the rates it starts from, because few steps do not determine all six.
+`rank_share` makes a step for one GPU of what a rank of a layout does: its part of the experts and of the tokens, with
+the adapters, activation checkpointing and walk of the step. What other ranks do for it has no equal on one GPU:
+
+    links       nothing is sent; their time is predicted, not measured
+    state       the one GPU holds whole weights and moments, so only as many layers as then fit (`calibrating_steps`)
+    attention   where `context` ranks share a pack, paths end with the rank's tokens
+    experts     a token's experts are at most the rank's
+
+The rates are fitted to what the timed step did, `step_work` of the share, and so none of this distorts them. A step
+that is predicted to take long gets fewer layers, down to two, or one of each kind. Its size is logged before it is
+built, and every phase's seconds as it ends. `fit` finds the rates that explain measured steps best: it minimizes the
+squared logarithms of predicted over measured seconds, with a weak pull towards the rates it starts from, because few
+steps do not determine all six.
 """
 
 import gc
+import logging
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,14 +30,14 @@ import torch
 from m2forge.errors import ConfigError
 from m2forge.model.build import build
 from m2forge.model.config import ModelConfig
+from m2forge.model.lora import attach
 from m2forge.plan.gpu import Rates
 from m2forge.plan.work import Work, step_work
 from m2forge.records import Pack
-from m2forge.train.activation import MicroBatch
-from m2forge.train.config import MachineConfig, MeshConfig, OptimizerConfig
+from m2forge.train.config import MachineConfig, MeshConfig
 from m2forge.train.engine import TrainEngine
 from m2forge.train.machine import machine_settings, set_up_model
-from m2forge.train.memory import TrainingStep, rank_memory
+from m2forge.train.memory import TrainingStep, rank_memory, weights
 
 FITTED = ("dense", "expert", "attention", "flex_attention", "bandwidth", "block_s")
 PULL = 0.01
@@ -32,9 +45,17 @@ PULL = 0.01
 NUM_WARM_UPS = 2
 FILLED_SHARE = 0.85
 """Share of the free memory that a calibrating step may need."""
-MIN_CALIBRATING = 4
+LONGEST_S = 3.0
+"""Predicted seconds from which a calibrating step gets fewer layers."""
+ENOUGH_LAYERS = 2
+"""Layers that a step keeps, if they fit, however long it takes: one would not tell a layer's time from the head's."""
+ENOUGH_S = 3.0
+"""Seconds of timed steps after which no other is timed."""
+UNEVEN_SHARE = 8
+"""An eighth of a path is cut off where paths of one length would leave no document of another."""
 FIRST_BLOCK_S = 1e-3
 """Initial value of an unknown launch time."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,9 +71,7 @@ class Measured:
 
 
 def measure_step(step: TrainingStep, device: torch.device, num_steps: int = 3) -> Measured:
-    """Train `step` on random tokens; `step` must be unsharded."""
-    if step.shard > 1 or step.lora is not None:
-        raise ConfigError("measuring runs one unsharded rank without adapters; measure its share of the layers")
+    """Train `step` on random tokens; `step` must be unsharded. At most `num_steps` are timed."""
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch._dynamo.reset()
@@ -60,33 +79,57 @@ def measure_step(step: TrainingStep, device: torch.device, num_steps: int = 3) -
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    dtype = torch.bfloat16 if step.item_bytes == 2 else torch.float32
-    machine = MachineConfig.model_validate(
-        {
-            "recompute": "walk" if step.walk is not None else step.recompute,
-            "walk": None if step.walk is None else step.walk.model_dump(),
-            "mesh": MeshConfig().model_dump(),
-        }
-    )
-    model = build(step.network, device, dtype)
-    engine = TrainEngine(model, step.optimizer, offload="host" if step.offload == "host" else "none", walk=step.walk)
-    set_up_model(model, machine, device)
+    machine = _machine(step)
+    started_s = time.perf_counter()
+    engine = make_engine(step, device)
     packs = [random_pack(step, seed) for seed in range(step.num_batches)]
-    times_s = []
+    compiles = "; compiling" if step.is_compiled else ""
+    _log.info("  weights drawn on %s in %.1f s%s", device, time.perf_counter() - started_s, compiles)
+    timed_s: list[float] = []
     with machine_settings(machine, device):
-        for _ in range(NUM_WARM_UPS + num_steps):
+        for index in range(NUM_WARM_UPS + num_steps):
             started_s = time.perf_counter()
             engine.step_rows(packs, lr=1e-4, pack_tokens=step.batch.num_tokens, mtp_weight=0.1).read()
             if is_cuda:
                 torch.cuda.synchronize(device)
-            times_s.append(time.perf_counter() - started_s)
-    seconds = statistics.median(times_s[NUM_WARM_UPS:])
+            passed_s = time.perf_counter() - started_s
+            if index < NUM_WARM_UPS:
+                _log.info("  warm-up %d of %d: %.3g s", index + 1, NUM_WARM_UPS, passed_s)
+                continue
+            timed_s.append(passed_s)
+            if sum(timed_s) >= ENOUGH_S:
+                break
+    seconds = statistics.median(timed_s)
+    _log.info("  timed: %.3g s, the median of %d", seconds, len(timed_s))
     if not is_cuda:
         return Measured(seconds, 0, 0, 0)
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
     peak, most = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     return Measured(seconds, peak, most, total - free - reserved)
+
+
+def make_engine(step: TrainingStep, device: torch.device) -> TrainEngine:
+    """The engine that trains `step`, with drawn weights."""
+    if step.shard * step.expert * step.context > 1:
+        raise ConfigError(f"a step of {step.shard} ranks cannot run on one; give the rank_share of it")
+    model = build(step.network, device, torch.bfloat16 if step.item_bytes == 2 else torch.float32)
+    if step.lora is not None:
+        # The base model's folder is only written into an exported adapter.
+        attach(model, step.lora, Path())
+    engine = TrainEngine(model, step.optimizer, offload="host" if step.offload == "host" else "none", walk=step.walk)
+    set_up_model(model, _machine(step), device)
+    return engine
+
+
+def _machine(step: TrainingStep) -> MachineConfig:
+    return MachineConfig.model_validate(
+        {
+            "recompute": "walk" if step.walk is not None else step.recompute,
+            "walk": None if step.walk is None else step.walk.model_dump(),
+            "mesh": MeshConfig().model_dump(),
+        }
+    )
 
 
 def random_pack(step: TrainingStep, seed: int) -> Pack:
@@ -97,6 +140,124 @@ def random_pack(step: TrainingStep, seed: int) -> Pack:
     tokens = generator.integers(0, step.network.vocab_size, batch.num_tokens + 1).astype(np.int32)
     none = np.zeros(len(lengths), np.int32)
     return Pack(tokens[:-1], tokens[1:], np.array(lengths, np.int32), none)
+
+
+# -- one rank's share --------------------------------------------------------------------------------------------------
+
+
+def rank_share(step: TrainingStep) -> TrainingStep:
+    """What one GPU runs of a rank's `step`, with all layers."""
+    network = step.network.model_copy(update={"num_mtp": step.batch.num_mtp})
+    if network.moe is not None:
+        num_experts = network.moe.num_experts // step.expert
+        held = {"num_experts": num_experts, "top_k": min(network.moe.top_k, num_experts)}
+        network = network.model_copy(update={"moe": network.moe.model_copy(update=held)})
+    walk = step.walk
+    if walk is not None:
+        walk = walk.model_copy(update={"segment_tokens": -(-walk.segment_tokens // step.context)})
+    # Two micro-batches show what adding up gradients takes.
+    num_batches = min(step.num_batches, 2)
+    share = replace(step, network=network, num_batches=num_batches, walk=walk, shard=1, expert=1, context=1)
+    return _resized(share, network.num_layers, step.batch.num_tokens, step.batch.context)
+
+
+def _resized(share: TrainingStep, num_layers: int, num_tokens: int, context: int) -> TrainingStep:
+    """The same with at most so many tokens and so long paths, which stay equally long or of different lengths."""
+    context = max(1, min(context, num_tokens))
+    if share.batch.is_even:
+        num_tokens -= num_tokens % context
+    while not share.batch.is_even and num_tokens % context == 0 and context > 1:
+        context -= -(-context // UNEVEN_SHARE)
+    batch = replace(share.batch.cut(num_tokens), context=context)
+    return replace(share, network=share.network.with_layers(num_layers), batch=batch)
+
+
+def calibrating_steps(share: TrainingStep, free_bytes: float, rates: Rates) -> list[TrainingStep]:
+    """The share with as many layers as fit on one GPU and do not take long, and with fewer layers, fewer tokens and
+    shorter paths."""
+    most, tokens, context = share.network.num_layers, share.batch.num_tokens, share.batch.context
+    while most and rank_memory(_resized(share, most, tokens, context)).total > FILLED_SHARE * free_bytes:
+        most -= 1
+    if not most:
+        raise ConfigError(
+            f"--measure: not one layer of a rank's share, {tokens:,} tokens with whole weights and moments, fits into "
+            f"the {free_bytes / 1e9:.1f} GB that this GPU has free; leave it out"
+        )
+    while (
+        most > _enough_layers(share.network)
+        and step_work(_resized(share, most, tokens, context)).seconds(rates) > LONGEST_S
+    ):
+        most -= 1
+    sizes = (
+        (most, tokens, context),
+        (max(1, most // 2), tokens, context),
+        (most, max(1, tokens // 2), context),
+        (most, tokens, max(1, context // 4)),
+        (max(1, most // 2), max(1, tokens // 4), max(1, context // 8)),
+    )
+    return list(dict.fromkeys(_resized(share, *size) for size in sizes))
+
+
+def _enough_layers(network: ModelConfig) -> int:
+    """At least one layer of each kind."""
+    kinds = [(network.is_sparse(layer), network.is_windowed(layer)) for layer in range(network.num_layers)]
+    return max(ENOUGH_LAYERS, 1 + max(kinds.index(kind) for kind in kinds))
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A step of the share, and its seconds as timed and predicted."""
+
+    step: TrainingStep
+    seconds: float
+    before_s: float
+    """Predicted before anything was timed."""
+    fitted_s: float
+    """Predicted with the rates fitted to it and the others."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    rank: TrainingStep
+    """What a rank of the layout does, of which a share was timed."""
+    timed: tuple[Timed, ...]
+    """The share itself first."""
+    rates: Rates
+
+
+def calibrate(
+    rank: TrainingStep, start: Rates, free_bytes: float, time_step: Callable[[TrainingStep], float], name: str
+) -> Calibration:
+    """Rates fitted to the share of `rank`. `time_step`: the seconds of a step on the GPU called `name`."""
+    steps = calibrating_steps(rank_share(rank), free_bytes, start)
+    records = []
+    for index, step in enumerate(steps, start=1):
+        title = f"step {index} of {len(steps)} on {name}: {_describe(step, rank.network.num_layers)}"
+        _log.info("%s; predicted: %.3g s", title, step_work(step).seconds(start))
+        try:
+            records.append((step, time_step(step)))
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"--measure: {title}: out of memory, with {free_bytes / 1e9:.1f} GB free at the start; end other "
+                "processes on this GPU, or leave it out"
+            ) from error
+    rates = fit(records, start, "")
+    timed = tuple(
+        Timed(step, seconds, work.seconds(start), work.seconds(rates))
+        for (step, seconds), work in zip(records, [step_work(step) for step in steps], strict=True)
+    )
+    missed = max(abs(one.fitted_s / one.seconds - 1) for one in timed)
+    origin = f"fitted to {len(timed)} steps of one rank's share, timed by --measure on {name}, within {missed:.1%}"
+    return Calibration(rank, timed, replace(rates, origin=origin))
+
+
+def _describe(step: TrainingStep, num_layers: int) -> str:
+    """`num_layers`: of the whole network."""
+    batch, num_weights = step.batch, sum(weight.numel for weight in weights(step.network, step.lora))
+    return (
+        f"{step.network.num_layers} of {num_layers} layers with {num_weights / 1e9:.3g} billion parameters, "
+        f"{batch.num_tokens:,} tokens in paths up to {batch.context:,}, {rank_memory(step).total / 1e9:.1f} GB"
+    )
 
 
 # -- fitting -----------------------------------------------------------------------------------------------------------
@@ -130,22 +291,3 @@ def _error(works: Sequence[tuple[Work, float]], start: Rates, logs: Sequence[flo
 
 def _moved(start: Rates, logs: Sequence[float]) -> Rates:
     return replace(start, **{name: getattr(start, name) * math.exp(x) for name, x in zip(FITTED, logs, strict=True)})
-
-
-def calibrating_steps(network: ModelConfig, optimizer: OptimizerConfig, free_bytes: float) -> list[TrainingStep]:
-    """Steps of a network's first layers that fit on one GPU: more and fewer layers, tokens and context, and one of
-    documents of two lengths, which FlexAttention serves."""
-    steps: list[TrainingStep] = []
-    for num_layers in range(min(4, network.num_layers), 0, -1):
-        part = network.with_layers(num_layers)
-        for tokens, context in ((16_384, 4096), (16_384, 16_384), (16_384, 10_000), (4096, 2048)):
-            context = min(context, network.max_context)
-            batch = MicroBatch(tokens, context, tokens, network.num_mtp, is_even=tokens % context == 0)
-            step = TrainingStep(part, optimizer, batch)
-            if rank_memory(step).total < FILLED_SHARE * free_bytes:
-                steps.append(step)
-        if len(steps) >= MIN_CALIBRATING:
-            return steps
-    if not steps:
-        raise ConfigError("--measure: not one layer of this network trains on the GPU at hand; leave it out")
-    return steps

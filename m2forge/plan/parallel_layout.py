@@ -8,7 +8,9 @@ hidden size, Q and V the widths of queries and of keys, R ranks of the axis:
     replicate    2 · (R − 1) / R · t / shard · 4, once per step
     expert       (R − 1) / R · passes · rows · D · w    a row for each token and rank that any of its experts lie on,
                                                         with the experts' numbers and weights beside it
-    context      (R − 1) / R · passes · tokens of the rank · (2 Q + 2 V) · w, and · R · D · w for each MTP module
+    context      passes · tokens of the rank · ((P − 1) / P · 2 Q + (R − 1) / R · 2 C · V) · w    P parts of the heads,
+                                                        C ranks that receive a key/value head;
+                 and (R − 1) / R · 2 · tokens of the rank · R · D · w for each MTP module
 
 R of `shard` is shard × context, and for the weights of experts that divided by `expert`. FSDP2 gathers the next block
 while one runs, so shards cost time only where their link is slower than the compute, and sums over their replicas where
@@ -27,7 +29,7 @@ from m2forge.model.config import LoRAConfig, ModelConfig
 from m2forge.plan.gpu import GPU, NODE_GPUS
 from m2forge.plan.work import step_work
 from m2forge.train.activation import FLOAT32, INT64, MicroBatch
-from m2forge.train.config import OptimizerConfig, WalkConfig
+from m2forge.train.config import OptimizerConfig, WalkConfig, head_parts, key_copies
 from m2forge.train.memory import RankMemory, TrainingStep, Weight, rank_memory, weights
 
 RECOMPUTE = ("none", "block", "walk", "walk and block", "walk, stack on host", "walk and block, stack on host")
@@ -117,15 +119,9 @@ def list_layouts(network: ModelConfig, num_gpus: int, offered: tuple[str, ...] =
     for holders in _divisors(num_gpus):
         for context in _divisors(holders):
             for expert in _divisors(holders):
-                if num_experts % expert == 0 and _divides_heads(network, context):
+                if num_experts % expert == 0:
                     for recompute in offered:
                         yield ParallelLayout(num_gpus // holders, holders // context, context, expert, recompute)
-
-
-def _divides_heads(network: ModelConfig, context: int) -> bool:
-    """The condition that `MeshConfig.refuse_misfit` checks."""
-    num_heads, num_kv_heads = network.attention.num_heads, network.attention.num_kv_heads
-    return num_heads % context == 0 and (num_kv_heads % context == 0 or context % num_kv_heads == 0)
 
 
 def make_plans(workload: Workload, gpu: GPU, num_gpus: int, price: float, network_rate: float) -> list[Plan]:
@@ -224,12 +220,11 @@ def link_bytes(step: TrainingStep, layout: ParallelLayout) -> dict[str, float]:
         choice = moe.top_k * ((passes - 1) * INT64 + passes * FLOAT32)
         traffic["expert"] = rows * (2 * passes * size + choice) * _others(layout.expert)
     if layout.context > 1:
-        # Beyond the key/value heads, ranks receive copies of the same ones.
-        copies = max(1, layout.context // attention.num_kv_heads)
-        width = 2 * attention.q_width + 2 * copies * attention.kv_width
-        exchanged = len(step.layers) * num_tokens * width * step.item_bytes
-        parents = step.batch.num_mtp * layout.context * num_tokens * size
-        traffic["context"] = (passes * exchanged + 2 * parents) * _others(layout.context)
+        queries = 2 * attention.q_width * _others(head_parts(attention, layout.context))
+        keys = 2 * key_copies(attention, layout.context) * attention.kv_width * _others(layout.context)
+        parents = step.batch.num_mtp * layout.context * num_tokens * size * _others(layout.context)
+        exchanged = len(step.layers) * num_tokens * (queries + keys) * step.item_bytes
+        traffic["context"] = passes * exchanged + 2 * parents
     return traffic
 
 

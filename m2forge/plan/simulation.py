@@ -2,20 +2,25 @@
 each waits.
 
 Events are ends of attempts and ends of training steps. The loop keeps the queue full; `num_jobs` attempts run at once,
-in submission order, and share the sampler's tokens per second, each at most `attempt_rate`. A unit is finished when all
-its attempts are. The trainer takes a batch from the window as soon as it can, and trains it for `step_s`.
+in submission order. Each takes `own_s` without the sampler, then samples: all that do share the sampler's tokens per
+second, each at most `attempt_rate`. A unit is finished when all its attempts are. The trainer takes a batch from the
+window as soon as it can, and trains it for `step_s`.
 
-    attempt: tokens left / min(attempt_rate, sampler_rate / running)       lengths are drawn from a seeded distribution
+    attempt: own_s + tokens / min(attempt_rate, sampler_rate / sampling)   lengths are drawn from a seeded distribution
 
 The simulation has no clock and no randomness besides its seed: equal inputs give equal results.
 """
 
+import heapq
 import math
 import random
 from collections import deque
 from dataclasses import dataclass
 
 from m2forge.pool.window import Unit, Window
+
+BOTH_WAIT = 0.1
+"""Share of the time that both wait from which the queue is to blame. Our choice."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,13 @@ class Ring:
     """Most tokens per second of one attempt."""
     step_s: float
     """Seconds of a training step, publishing included."""
+    own_s: float = 0.0
+    """Seconds of an attempt beside its sampling: the agent's own, its verdict, storing it, leasing the next."""
+
+    @property
+    def batch_tokens(self) -> float:
+        """Sampled tokens of a batch, on average."""
+        return self.batch_units * self.attempts_per_unit * self.mean_tokens
 
 
 @dataclass(frozen=True)
@@ -62,6 +74,11 @@ class Balance:
 
     @property
     def verdict(self) -> str:
+        if min(self.trainer_waits, self.sampler_waits) > BOTH_WAIT:
+            return (
+                f"the trainer waits {self.trainer_waits:.0%} of the time and the samplers {self.sampler_waits:.0%}: "
+                "the queue is full, and its first units hold finished ones back; enlarge pool.window.queue or window"
+            )
         if self.trainer_waits > self.sampler_waits:
             return f"the trainer waits {self.trainer_waits:.0%} of the time: add samplers or concurrent attempts"
         if self.sampler_waits > 0:
@@ -79,8 +96,12 @@ class _Simulation:
         self._place = 0
         self._waiting: deque[int] = deque()
         """Attempts not yet started, as the position of their unit."""
-        self._running: list[list[float]] = []
-        """(tokens left, position) of the running attempts."""
+        self._sampled_each = 0.0
+        """Tokens sampled for an attempt that samples since the start: all that sample progress alike."""
+        self._acting: deque[tuple[float, float, int]] = deque()
+        """(when it starts to sample, its tokens, position of its unit) of the attempts in their own seconds."""
+        self._sampling: list[tuple[float, int]] = []
+        """(`_sampled_each` at its end, position of its unit) of the attempts that sample, a heap."""
         self._left: dict[int, int] = {}
         """Unfinished attempts of a unit."""
         self._trained_at_s: float | None = None
@@ -105,8 +126,15 @@ class _Simulation:
             self._waiting.extend([self._place] * self.ring.attempts_per_unit)
             self._left[self._place] = self.ring.attempts_per_unit
             self._place += 1
-        while self._waiting and len(self._running) < self.ring.num_jobs:
-            self._running.append([self._draw(), float(self._waiting.popleft())])
+        while self._waiting and self._num_running < self.ring.num_jobs:
+            self._acting.append((self.now_s + self.ring.own_s, self._draw(), self._waiting.popleft()))
+        while self._acting and self._acting[0][0] <= self.now_s:
+            _, num_tokens, position = self._acting.popleft()
+            heapq.heappush(self._sampling, (self._sampled_each + num_tokens, position))
+
+    @property
+    def _num_running(self) -> int:
+        return len(self._acting) + len(self._sampling)
 
     def _draw(self) -> float:
         """A log-normal number of tokens."""
@@ -115,29 +143,29 @@ class _Simulation:
         return max(1.0, self._random.lognormvariate(mean, math.sqrt(variance)))
 
     def _advance(self) -> None:
-        """Move to the next end of an attempt or of a step."""
+        """Move to the next event: an attempt starts to sample or ends, or a step ends."""
         ring = self.ring
-        rate = min(ring.attempt_rate, ring.sampler_rate / max(1, len(self._running)))
-        attempt_s = min((left for left, _ in self._running), default=math.inf) / rate
+        rate = min(ring.attempt_rate, ring.sampler_rate / max(1, len(self._sampling)))
+        next_end = self._sampling[0][0] if self._sampling else math.inf
+        attempt_s = (next_end - self._sampled_each) / rate
         step_s = math.inf if self._trained_at_s is None else self._trained_at_s - self.now_s
-        passed_s = min(attempt_s, step_s)
+        acting_s = self._acting[0][0] - self.now_s if self._acting else math.inf
+        passed_s = min(attempt_s, step_s, acting_s)
         assert passed_s < math.inf, "an empty queue and an idle trainer cannot go on"
         self.now_s += passed_s
-        self.idle_s += passed_s * (ring.num_jobs - len(self._running))
-        self.num_sampled += passed_s * rate * len(self._running)
+        self.idle_s += passed_s * (ring.num_jobs - self._num_running)
+        self.num_sampled += passed_s * rate * len(self._sampling)
         if self._trained_at_s is None:
             self.waited_s += passed_s
-        for attempt in self._running:
-            attempt[0] -= passed_s * rate
-        if step_s <= attempt_s:
+        self._sampled_each = next_end if attempt_s <= passed_s else self._sampled_each + passed_s * rate
+        if step_s <= passed_s:
             self._trained_at_s = None
             self.num_steps += 1
         self._finish()
 
     def _finish(self) -> None:
-        done = [int(position) for left, position in self._running if left <= 1e-9]
-        self._running = [attempt for attempt in self._running if attempt[0] > 1e-9]
-        for position in done:
+        while self._sampling and self._sampling[0][0] <= self._sampled_each:
+            _, position = heapq.heappop(self._sampling)
             self._left[position] -= 1
             if not self._left[position]:
                 del self._left[position]

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from m2forge.model.config import ModelConfig
 from m2forge.plan.gpu import Rates
 from m2forge.train.activation import FLOAT32, MicroBatch, block_bytes, outer_bytes
+from m2forge.train.config import head_parts
 from m2forge.train.memory import TrainingStep, Weight, weights
 
 ATTENTION_BACKWARD = 2.5
@@ -85,6 +86,7 @@ class Work:
 
 def step_work(step: TrainingStep) -> Work:
     network, batch = step.network, step.batch
+    are_queries_divided = head_parts(network.attention, step.context) < step.context
     again = _forward_passes(step)
     backward = 1.0 if step.lora is not None else 2.0
     dense = expert = attention = num_bytes = 0.0
@@ -108,7 +110,7 @@ def step_work(step: TrainingStep) -> Work:
         expert=step.num_batches * expert,
         attention=step.num_batches * attention,
         softmax=step.num_batches * attention * SOFTMAX_WIDTH / network.attention.head_dim,
-        is_flex=not batch.is_even or step.walk is not None,
+        is_flex=not batch.is_even or step.walk is not None or are_queries_divided,
         num_bytes=step.num_batches * num_bytes,
         num_blocks=step.num_batches * step.num_segments * len(step.layers) * (1 + again / 3),
         update_bytes=update_bytes(step),

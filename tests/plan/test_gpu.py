@@ -1,12 +1,14 @@
 """The H200's rates explain the measured steps that docs/results.md lists."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from m2forge.model.config import ModelConfig
 from m2forge.model.preset import preset
-from m2forge.plan.gpu import DATASHEETS, MEASURED, find_gpu
+from m2forge.plan.gpu import DATASHEETS, ERRORS, MEASURED, find_gpu
 from m2forge.plan.work import SAVED_PASSES, Work, head_flops, step_work
 from m2forge.train.activation import MicroBatch, outer_bytes
 from m2forge.train.config import OptimizerConfig, WalkConfig
@@ -53,6 +55,16 @@ def test_memory_is_near_the_measured_step_of_m2_mini() -> None:
     """31.7 GiB were measured on the H200, in the training step of docs/results.md."""
     step = TrainingStep(MINI, OptimizerConfig(), MicroBatch(NUM_TOKENS, 4096, NUM_TOKENS))
     assert rank_memory(step).total == pytest.approx(31.7 * 2**30, rel=0.03)
+
+
+def test_the_errors_are_those_of_the_results() -> None:
+    text = (Path(__file__).parents[2] / "docs/results.md").read_text(encoding="utf-8")
+    _, _, section = text.partition("### Plan against the H200")
+    table = section.partition("\n## ")[0]
+    tried = re.findall(r"([+-][\d.]+)% \| [\d.]+ \| [\d.]+ \| ([+-][\d.]+)%", table)
+    assert len(tried) == ERRORS.num_tried
+    assert max(abs(float(time)) for time, _ in tried) == pytest.approx(100 * ERRORS.step_time)
+    assert f"| largest error of memory, all seventeen | {ERRORS.memory:.1%} |" in table
 
 
 def test_other_gpus_say_that_they_are_estimated() -> None:

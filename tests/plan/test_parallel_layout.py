@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from m2forge.errors import NotFoundError
 from m2forge.model.build import build
+from m2forge.model.config import ModelConfig
 from m2forge.model.preset import preset
 from m2forge.plan.gpu import find_gpu
 from m2forge.plan.parallel_layout import ParallelLayout, Workload, link_bytes, list_layouts, make_plans, rank_step
 from m2forge.plan.report import render, to_json
+from m2forge.plan.work import step_work
 from m2forge.train.activation import MicroBatch
 from m2forge.train.config import MeshConfig, OptimizerConfig
 from m2forge.train.engine import TrainEngine
@@ -37,19 +39,32 @@ MESHES = {
     "replicate": (MeshConfig(replicate=2), ParallelLayout(2, 1, 1, 1, "none")),
     "context": (MeshConfig(context=2), ParallelLayout(1, 1, 2, 1, "none")),
     "expert": (MeshConfig(shard=2, expert=2), ParallelLayout(1, 2, 1, 2, "none")),
+    "queries divided": (MeshConfig(context=2), ParallelLayout(1, 1, 2, 1, "none")),
     "context, recomputed": (MeshConfig(context=2), ParallelLayout(1, 1, 2, 1, "block")),
 }
-MESHES_OF_FOUR = {"replicated shards": (MeshConfig(replicate=2, shard=2), ParallelLayout(2, 2, 1, 1, "none"))}
+MESHES_OF_FOUR = {
+    "replicated shards": (MeshConfig(replicate=2, shard=2), ParallelLayout(2, 2, 1, 1, "none")),
+    "heads and queries divided": (MeshConfig(context=4), ParallelLayout(1, 1, 4, 1, "none")),
+}
+HEADS = {"queries divided": (9, 3), "heads and queries divided": (6, 2)}
+"""(Query heads, key/value heads) of other networks than NETWORK."""
+
+
+def network_of(name: str) -> ModelConfig:
+    attention = NETWORK.attention
+    num_heads, num_kv_heads = HEADS.get(name, (attention.num_heads, attention.num_kv_heads))
+    changes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    return NETWORK.model_copy(update={"attention": attention.model_copy(update=changes)})
 
 
 def receive(ranks: ProcessRanks) -> dict[str, float]:
     found = {}
     for name, (mesh, layout) in (MESHES if ranks.num_ranks == 2 else MESHES_OF_FOUR).items():
-        model = build(NETWORK, seed=0)
+        model = build(network_of(name), seed=0)
         model.recompute = "block" if layout.recompute == "block" else "none"
         if mesh.is_sharded:
             shard_model(model, mesh, ranks)
-        engine = TrainEngine(model, OptimizerConfig(), ranks=ranks, context=context_group(mesh, ranks))
+        engine = TrainEngine(model, OptimizerConfig(), ranks=ranks, context=context_group(mesh, ranks, model.config))
         packs = [draw_pack(seed, [18, 14]) for seed in range(NUM_PACKS)]
         with Received(least=LEAST_BYTES) as received:
             engine.step_rows(packs, lr=1e-3, mtp_weight=0.1)
@@ -61,7 +76,9 @@ def receive(ranks: ProcessRanks) -> dict[str, float]:
 def test_received_bytes_are_the_plans(num_ranks: int, tmp_path: Path) -> None:
     found: Any = run_ranks(receive, tmp_path, num_ranks)[0]
     for name, (_, layout) in (MESHES if num_ranks == 2 else MESHES_OF_FOUR).items():
-        workload = Workload(name, NETWORK, MicroBatch(32, 18, 32, NETWORK.num_mtp), NUM_PACKS * layout.num_gpus)
+        workload = Workload(
+            name, network_of(name), MicroBatch(32, 18, 32, NETWORK.num_mtp), NUM_PACKS * layout.num_gpus
+        )
         step = replace(rank_step(workload, layout), num_batches=NUM_PACKS, item_bytes=4, device="cpu")
         assert found[name] == sum(link_bytes(step, layout).values())
 
@@ -79,6 +96,14 @@ def test_every_layout_uses_all_gpus(num_gpus: int, name: str) -> None:
         mesh.refuse_misfit(network)
 
 
+def test_context_need_not_divide_the_heads() -> None:
+    network = network_of("queries divided")
+    assert {layout.context for layout in list_layouts(network, 8)} == {1, 2, 4, 8}
+    step = rank_step(Workload("", network, MicroBatch(64, 64, 64)), ParallelLayout(1, 1, 2, 1, "none"))
+    assert step_work(step).is_flex
+    assert not step_work(replace(step, context=3)).is_flex
+
+
 def test_what_fits_comes_first_and_fastest() -> None:
     network = preset("m2-mini")
     batch = MicroBatch(32_768, 32_768, 32_768)
@@ -93,7 +118,7 @@ def test_what_fits_comes_first_and_fastest() -> None:
     assert best.step_s == pytest.approx(sum(best.parts.values()))
     text = render(workload, plans, gpu, 4, 2.0, 3)
     assert str(best.layout) in text
-    assert to_json(workload, plans, gpu, None)["plans"][0]["fits"] is True
+    assert to_json(workload, plans, gpu, [])["plans"][0]["fits"] is True
 
 
 def test_too_large_a_network_is_refused_with_its_reason() -> None:

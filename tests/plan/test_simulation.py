@@ -45,6 +45,24 @@ def test_one_attempt_cannot_use_the_whole_sampler() -> None:
     assert found.tokens_per_s == pytest.approx(2000.0, rel=0.02)
 
 
+def test_own_seconds_hold_the_slot_and_not_the_sampler() -> None:
+    # A lone attempt: one second of its own, then one of sampling.
+    found = simulate(replace(RING, num_jobs=1, own_s=1.0, step_s=0.1), num_steps=50)
+    assert found.tokens_per_s == pytest.approx(500.0, rel=0.02)
+    # 32 attempts of 32 s of their own, and of 1 s of sampling alone, or 3.2 s if all sample at once.
+    found = simulate(replace(RING, own_s=32.0, step_s=0.1), num_steps=50)
+    assert found.tokens_per_s * 1.02 >= 32 * 1000 / (32 + 3.2)
+    assert found.tokens_per_s <= 32 * 1000 / (32 + 1.0) * 1.02
+
+
+def test_a_short_queue_makes_both_wait() -> None:
+    # Strict FIFO over no more units than a batch: nothing is sampled while the slowest attempt runs.
+    found = simulate(replace(RING, queue=4, window=1, num_jobs=64, spread=2.0), num_steps=50)
+    assert found.trainer_waits > 0.3
+    assert found.sampler_waits > 0.3
+    assert "enlarge pool.window.queue" in found.verdict
+
+
 @settings(max_examples=25)
 @given(
     st.integers(1, 4),
@@ -53,17 +71,17 @@ def test_one_attempt_cannot_use_the_whole_sampler() -> None:
     st.integers(1, 16),
     st.floats(0.0, 2.0),
     st.floats(0.1, 10.0),
+    st.floats(0.0, 10.0),
     st.integers(0, 3),
 )
 def test_lags_stay_inside_the_window(
-    batch: int, attempts: int, more: int, window: int, spread: float, step_s: float, seed: int
+    batch: int, attempts: int, more: int, window: int, spread: float, step_s: float, own_s: float, seed: int
 ) -> None:
     queue = batch + more
-    ring = replace(
-        RING, batch_units=batch, attempts_per_unit=attempts, queue=queue, window=window, spread=spread, step_s=step_s
-    )
+    ring = replace(RING, batch_units=batch, attempts_per_unit=attempts, queue=queue, window=window)
+    ring = replace(ring, spread=spread, step_s=step_s, own_s=own_s)
     found = simulate(ring, num_steps=20, seed=seed)
-    assert found.max_lag <= queue + min(window, queue) - 2 + batch - 1
+    assert found.max_lag <= queue + window - 2 + batch - 1
     assert found == simulate(ring, num_steps=20, seed=seed)
     assert found.seconds >= 19 * step_s
 
