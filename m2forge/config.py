@@ -38,6 +38,7 @@ __all__ = [
     "load",
     "load_resolved",
     "parse_overrides",
+    "read_toml",
     "to_overrides",
     "write_resolved",
 ]
@@ -51,12 +52,12 @@ def load(kind: type[ConfigT], path: Path | Sequence[Path], overrides: Sequence[s
     """Load a file, or several, where later ones override earlier ones, with `overrides` such as `"model.layers=4"`
     on top."""
     paths = [path] if isinstance(path, Path) else path
-    return _build(kind, [(str(path), _read(path)) for path in paths], overrides)
+    return _build(kind, [(str(path), read_toml(path)) for path in paths], overrides)
 
 
 def load_resolved(kind: type[ConfigT], path: Path) -> ConfigT:
     """Load what `write_resolved` wrote, also under keys that were renamed since."""
-    return build(kind, current_keys(kind, _read(path)), origin=str(path))
+    return build(kind, current_keys(kind, read_toml(path)), origin=str(path))
 
 
 def build(
@@ -112,7 +113,8 @@ def write_resolved(config: Config, path: Path) -> None:
     write_atomic(path, dump(config))
 
 
-def _read(path: Path) -> dict[str, TomlValue]:
+def read_toml(path: Path) -> dict[str, TomlValue]:
+    """The tables and values of a file, not validated."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:

@@ -7,8 +7,10 @@ train/memory.py, without the allocator's free blocks.
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +24,7 @@ from m2forge.resolved import Line, resolved_lines
 if TYPE_CHECKING:
     from m2forge.corpus.config import CorpusConfig
     from m2forge.gateway.config import GatewayConfig
-    from m2forge.model.config import LoRAConfig, ModelConfig
+    from m2forge.model.config import ModelConfig
     from m2forge.pipelines.config import PipelineConfig
     from m2forge.pretrain.config import PretrainConfig
     from m2forge.rl.config import RLConfig
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from m2forge.sft.config import SFTConfig
     from m2forge.train.config import EvalConfig as TrainEvalConfig
     from m2forge.train.config import TrainConfig
+    from m2forge.train.memory import TrainingStep
     from m2forge.trials.config import TrialEvalConfig
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -110,7 +113,8 @@ def describe_pretrain(config: "PretrainConfig", runs: Path) -> Iterator[tuple[st
     origin = "its weights" if has_weights(config) else "random weights"
     yield from _describe_network(f"{config.model} ({origin})", network)
     largest = max(config.phases, key=lambda phase: phase.pack_tokens)
-    yield from _describe_training(config.train, network, (largest.pack_tokens, largest.context, largest.packs_per_step))
+    packs = (largest.pack_tokens, largest.context, largest.packs_per_step)
+    yield from _describe_training(config.train, network, partial(_pack_step, config.train, network, packs))
 
 
 def describe_sft(config: "SFTConfig", runs: Path) -> Iterator[tuple[str, str]]:
@@ -133,7 +137,7 @@ def describe_sft(config: "SFTConfig", runs: Path) -> Iterator[tuple[str, str]]:
     network, _ = _read_network(config.model, config.revision)
     yield from _describe_network(config.model, network)
     packs = (config.pack_tokens, config.data.context, config.packs_per_step)
-    yield from _describe_training(config.train, network, packs)
+    yield from _describe_training(config.train, network, partial(_pack_step, config.train, network, packs))
 
 
 def describe_pipeline(config: "PipelineConfig", runs: Path) -> Iterator[tuple[str, str]]:
@@ -151,7 +155,9 @@ def describe_pipeline(config: "PipelineConfig", runs: Path) -> Iterator[tuple[st
 
 def describe_rl(config: "RLConfig", runs: Path) -> Iterator[tuple[str, str]]:
     from m2forge.rl.layout import TRAINER, gateway_names, host_names, sampler_names
+    from m2forge.rl.preflight import refuse_misfit
     from m2forge.tasks.survey import survey
+    from m2forge.train.memory import policy_step
 
     curriculum = config.curriculum
     for stage in curriculum.stages:
@@ -187,7 +193,9 @@ def describe_rl(config: "RLConfig", runs: Path) -> Iterator[tuple[str, str]]:
     yield _describe_run(runs / config.name, config, config.num_steps)
     network, folder = _read_network(config.model, config.revision)
     yield from _describe_network(config.model, network)
-    yield from _describe_training(config.train, network)
+    refuse_misfit(config, network)
+    make_step = partial(policy_step, config.train, network, config.policy)
+    yield from _describe_training(config.train, network, make_step, "at least")
     yield from _describe_engine(folder, network, config.engine.rollout, config.engine.dtype)
 
 
@@ -277,9 +285,10 @@ def _describe_network(name: str, network: "ModelConfig") -> Iterator[tuple[str, 
 
 
 def _describe_training(
-    config: "TrainConfig", network: "ModelConfig", packs: tuple[int, int, int] | None = None
+    config: "TrainConfig", network: "ModelConfig", make_step: "Callable[[int], TrainingStep]", bound: str = "at most"
 ) -> Iterator[tuple[str, str]]:
-    """`packs`: tokens, longest document and number of the packs of a step; None: trees of any size."""
+    """`make_step`: returns what one rank of this number trains on CUDA. `bound`: how its memory bounds that of all
+    steps."""
     from m2forge.train.config import TuneConfig
     from m2forge.train.memory import training_memory
 
@@ -301,25 +310,35 @@ def _describe_training(
     machine.mesh.refuse_misfit(network)
     if not machine.mesh.is_single:
         yield "training", "each rank holds " + ("a shard of it" if machine.mesh.is_sharded else "all of it")
-    if packs is None or "cuda" not in devices or not machine.mesh.is_single:
+    mesh = machine.mesh
+    if "cuda" not in devices or "auto" in (mesh.replicate, mesh.shard):
         yield "training", MEMORY_NOTE
     else:
-        yield "training", _describe_peak(config, network, lora, packs)
+        yield "training", _describe_peak(make_step(math.prod(mesh.shape)), bound)
 
 
-def _describe_peak(
-    config: "TrainConfig", network: "ModelConfig", lora: "LoRAConfig | None", packs: tuple[int, int, int]
-) -> str:
+def _pack_step(
+    config: "TrainConfig", network: "ModelConfig", packs: tuple[int, int, int], num_ranks: int
+) -> "TrainingStep":
+    """`packs`: tokens, longest document and number of the packs of a step."""
     from m2forge.train.activation import MicroBatch
-    from m2forge.train.memory import machine_step, rank_memory
+    from m2forge.train.config import TuneConfig
+    from m2forge.train.memory import machine_step
 
+    lora = config.lora if isinstance(config, TuneConfig) else None
     num_tokens, context, num_packs = packs
     batch = MicroBatch(num_tokens, context, num_tokens, network.num_mtp, lora is None)
-    step = machine_step(config.machine, "cuda", network, config.optimizer, batch, num_packs, lora)
+    return machine_step(config.machine, "cuda", network, config.optimizer, batch, num_packs, lora, num_ranks)
+
+
+def _describe_peak(step: "TrainingStep", bound: str) -> str:
+    from m2forge.train.memory import rank_memory
+
     memory = rank_memory(step)
     parts = sorted(memory.components.items(), key=lambda item: -item[1])
     named = ", ".join(f"{name} {_size(size)}" for name, size in parts)
-    return f"on CUDA at most {_size(memory.total)} at once, in the {memory.moment}: {named}"
+    pack = f"of {step.batch.num_tokens:,} tokens in a pack"
+    return f"on CUDA a rank needs {bound} {_size(memory.total)} at once, {pack}, in the {memory.moment}: {named}"
 
 
 def _describe_evaluation(config: "TrainEvalConfig") -> tuple[str, str]:

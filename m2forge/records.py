@@ -3,8 +3,11 @@ episodes, groups, their rewards, and packs.
 
 Records are frozen and hold no torch objects, so they can cross processes and outlive a run. An invalid field raises a
 `RecordError` that names record and field, and never reaches a trainer. Token fields are read-only numpy arrays: int32
-ids and versions, float32 logprobs.
+ids and versions, float32 logprobs. numpy is loaded with the first of them: a task's worker, which has none, starts in
+half the time without it.
 """
+
+from __future__ import annotations
 
 import functools
 import json
@@ -12,16 +15,29 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import NoReturn, TypeAlias, TypeVar, cast
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, NoReturn, TypeAlias, TypeVar, cast
 
 from m2forge.errors import RecordError
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
 JsonValue: TypeAlias = bool | int | float | str | Sequence["JsonValue"] | Mapping[str, "JsonValue"] | None
-IntArray: TypeAlias = npt.NDArray[np.int32]
-FloatArray: TypeAlias = npt.NDArray[np.float32]
+if TYPE_CHECKING:
+    IntArray: TypeAlias = npt.NDArray[np.int32]
+    FloatArray: TypeAlias = npt.NDArray[np.float32]
+else:
+
+    def __getattr__(name: str) -> object:
+        """The types of arrays, for a module that imports them."""
+        if name not in ("IntArray", "FloatArray"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import numpy as np
+        import numpy.typing as npt
+
+        return npt.NDArray[np.int32 if name == "IntArray" else np.float32]
+
 
 LOGPROB_SLACK = 1e-4
 """A logprob may exceed 0 by this much: the rounding of a float32 log-softmax over a large vocabulary."""
@@ -109,7 +125,7 @@ class Task:
         _require_json(f"Task {self.id}", "metadata", self.metadata)
 
     @classmethod
-    def read(cls, fields: Mapping[str, JsonValue]) -> "Task":
+    def read(cls, fields: Mapping[str, JsonValue]) -> Task:
         """Build a task from the JSON of `asdict`."""
         try:
             return cls(**dict(fields) | {"domain": Domain(fields["domain"])})  # type: ignore[arg-type]  # checked there
@@ -140,7 +156,7 @@ class Submission:
         object.__setattr__(self, "steps", tuple(self.steps))
 
     @classmethod
-    def read(cls, fields: Mapping[str, JsonValue]) -> "Submission":
+    def read(cls, fields: Mapping[str, JsonValue]) -> Submission:
         """Build a submission from the JSON of `asdict`."""
         try:
             return cls(**dict(fields))  # type: ignore[arg-type]  # checked there
@@ -179,7 +195,7 @@ class Verdict:
                 _refuse("Verdict", name, score, "expected a number from 0 to 1")
 
     @classmethod
-    def read(cls, fields: Mapping[str, JsonValue]) -> "Verdict":
+    def read(cls, fields: Mapping[str, JsonValue]) -> Verdict:
         """Build a verdict from the JSON of `asdict`."""
         try:
             reason = VerdictReason(str(fields.get("reason", VerdictReason.JUDGED)))
@@ -302,6 +318,8 @@ class Call:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Call):
             return NotImplemented
+        import numpy as np
+
         return (
             self.finish_reason == other.finish_reason
             and self.started_s == other.started_s
@@ -315,12 +333,14 @@ class Call:
             and np.array_equal(self.versions, other.versions)
         )
 
-    def __reduce__(self) -> tuple[type["Call"], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[type[Call], tuple[object, ...]]:
         # Through the constructor, because unpickled arrays would be writeable.
         return Call, tuple(getattr(self, item.name) for item in fields(self) if item.init)
 
     def path(self) -> IntArray:
         """Token ids of prompt and response, concatenated."""
+        import numpy as np
+
         return np.concatenate((self.prompt_ids, self.response_ids)) if self._path is None else self._path
 
 
@@ -412,6 +432,8 @@ def _require_json(record: str, name: str, value: Mapping[str, JsonValue]) -> Non
 def _concat(first: npt.ArrayLike, second: npt.ArrayLike) -> IntArray | None:
     """Two arrays of ids as one read-only copy: one pass validates and copies both. None if one can be used uncopied, or
     `_int_array` has to convert or reject one."""
+    import numpy as np
+
     if not (isinstance(first, np.ndarray) and isinstance(second, np.ndarray)):
         return None
     if first.dtype != np.int32 or second.dtype != np.int32 or first.ndim != 1 or second.ndim != 1:
@@ -427,6 +449,8 @@ def _concat(first: npt.ArrayLike, second: npt.ArrayLike) -> IntArray | None:
 
 def _int_array(record: str, name: str, values: npt.ArrayLike, least: int = 0) -> IntArray:
     """A read-only int32 copy; an array that already is read-only int32 is returned as it is."""
+    import numpy as np
+
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         _refuse(record, name, f"shape {array.shape} of {array.dtype}", "expected a row of integers")
@@ -440,6 +464,8 @@ def _int_array(record: str, name: str, values: npt.ArrayLike, least: int = 0) ->
 
 
 def _logprob_array(record: str, name: str, values: npt.ArrayLike) -> FloatArray:
+    import numpy as np
+
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "fiu"):
         _refuse(record, name, f"shape {array.shape} of {array.dtype}", "expected a row of numbers")
@@ -454,7 +480,7 @@ def _logprob_array(record: str, name: str, values: npt.ArrayLike) -> FloatArray:
     return frozen
 
 
-_Number = TypeVar("_Number", np.int32, np.float32)
+_Number = TypeVar("_Number", "np.int32", "np.float32")
 
 
 def _freeze(array: npt.NDArray[np.generic], dtype: type[_Number]) -> npt.NDArray[_Number]:

@@ -23,11 +23,11 @@ FAST = os.environ.get("M2FORGE_FAST") == "1"
 
 # How fast a busy machine draws cases says nothing.
 ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("default", ANY_SPEED, max_examples=10, derandomize=True, database=None)
+settings.register_profile("default", ANY_SPEED, max_examples=6, derandomize=True, database=None)
 settings.register_profile("long", ANY_SPEED, max_examples=1000, print_blob=True)
-settings.register_profile("fast", settings.get_profile("default"), max_examples=5)
+settings.register_profile("fast", settings.get_profile("default"), max_examples=4)
 settings.load_profile("long" if LONG else "fast" if FAST else "default")
-FEW_CASES = settings() if LONG else settings(max_examples=5)
+FEW_CASES = settings() if LONG else settings(max_examples=3)
 """For tests of networks and engines, each case of which takes a tenth of a second or more."""
 
 

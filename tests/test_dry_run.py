@@ -13,11 +13,12 @@ from m2forge import cli
 from m2forge.config import build, load, write_resolved
 from m2forge.model.build import build as build_model
 from m2forge.model.checkpoint import save_model
-from m2forge.model.count import count
+from m2forge.model.count import count, short
 from m2forge.pretrain.config import PretrainConfig
 from m2forge.pretrain.model_config import network_config
 from m2forge.rl.config import RLConfig
-from m2forge.train.memory import training_memory
+from m2forge.train.config import MachineConfig
+from m2forge.train.memory import policy_step, rank_memory, training_memory
 from tests.model.draw import SMALL
 from tests.pretrain.small import make_config, write_corpus
 
@@ -73,6 +74,35 @@ def test_rl_reports_sizes_tasks_steps_and_the_run(model: Path, unchanged: Path) 
     assert all(name in report for name in config.curriculum.family_keys)
     assert "trainer, sampler, gateway-0, gateway-1, host-0" in " ".join(report.split())
     assert f"{unchanged}/runs/{config.name}: new" in report
+
+
+def test_the_peak_of_a_rank_is_predicted_on_a_mesh_and_in_rl(model: Path, unchanged: Path) -> None:
+    config_file = ROOT / "configs/rl/demo.toml"
+    overrides = [f"model={model}", "train.machine.device=cuda", "train.machine.mesh.shard=2"]
+    overrides += ["train.machine.mesh.context=2", "policy.bucket_tokens=512"]
+    words = [word for override in overrides for word in ("--set", override)]
+    report = facts(dry_run("rl", str(config_file), *words, "--runs", str(unchanged)))
+    config = load(RLConfig, config_file, overrides)
+    total = rank_memory(policy_step(config.train, SMALL, config.policy, 4)).total
+    # A pack of 512 tokens, of which the two ranks of `context` have a half each.
+    assert f"on CUDA a rank needs at least {short(total, 'KMGT')}B at once, of 256 tokens in a pack, in the " in report
+    assert (
+        total
+        < rank_memory(
+            policy_step(config.train.model_copy(update={"machine": MachineConfig()}), SMALL, config.policy)
+        ).total
+    )
+    data = unchanged.parent / "train.jsonl"
+    data.write_text("{}\n")
+    overrides = [f"model={model}", f"data.sources.0.path={data}", "train.machine.device=cuda"]
+    words = [word for override in overrides for word in ("--set", override)]
+    mesh = ("--set", "train.machine.mesh.replicate=2")
+    report = facts(dry_run("sft", "configs/sft/nano.toml", *words, *mesh, "--runs", str(unchanged)))
+    assert "on CUDA a rank needs at most " in report
+    auto = ("--set", "train.machine.mesh.replicate=auto")
+    report = facts(dry_run("sft", "configs/sft/nano.toml", *words, *auto, "--runs", str(unchanged)))
+    assert "on CUDA a rank needs" not in report
+    assert "activations, logits and one micro-batch's gradients come on top" in report
 
 
 def test_other_commands_describe_themselves(model: Path, unchanged: Path) -> None:

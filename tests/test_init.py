@@ -31,6 +31,11 @@ def test_the_package_is_imported_in_50_ms_without_libraries() -> None:
     assert min(import_s() for _ in range(5)) < MAX_IMPORT_S
 
 
+def test_a_worker_of_tasks_starts_without_libraries() -> None:
+    program = "import sys, m2forge.tasks.worker; assert not {'torch', 'numpy', 'pydantic'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
 def test_public_names_are_those_of_their_modules() -> None:
     from m2forge import LLM, Family, SamplingParams, Submission, Verdict, train_rl
     from m2forge.tasks import family

@@ -28,9 +28,9 @@ class RayConfig(Config):
     trainer_nodes: Annotated[int, Field(gt=0)] = 1
     """Nodes that the ranks of the trainer are divided between, each with as many."""
     trainer_gpus: Annotated[int, Field(ge=0)] = 0
-    """GPUs that the trainer reserves on each of its nodes."""
+    """GPUs that the trainer reserves on each of its nodes: as many as it has ranks there. 0: it trains on CPUs."""
     sampler_gpus: Annotated[int, Field(ge=0)] = 0
-    """Those of each sampler."""
+    """Those of each sampler. 0: it samples on a CPU."""
     gpu: str | None = Field(default=None, min_length=1)
     """The type of these GPUs as Ray names it, such as H200; None: any."""
     start_s: Annotated[float, Field(gt=0)] = 120.0
@@ -51,14 +51,19 @@ class ClusterConfig(Config):
     """Gateway processes, which share the attempts. An attempt makes all its calls at one of them; deployed agents use
     the first. With `gateway.port`, the others listen on the ports after it."""
     outlive_s: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds for which hosts, gateway and sampler keep running after the loop was killed, unless a resumed loop finds
-    them."""
+    """With agent hosts: seconds for which hosts, gateway and sampler keep running after the loop was killed, unless a
+    resumed loop finds them."""
     ray: RayConfig = RayConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.launcher == "local" and self.ray != RayConfig():
             raise ValueError('cluster.ray has no effect with launcher = "local"; set launcher = "ray" or leave it out')
+        if not self.agent_hosts and self.outlive_s != type(self).model_fields["outlive_s"].default:
+            raise ValueError(
+                f"outlive_s ({self.outlive_s:g}): with agent_hosts = 0 no process outlives the loop; set agent_hosts "
+                "to 1 or more, or leave it out"
+            )
         if self.ray.gpu is not None and not self.ray.trainer_gpus + self.ray.sampler_gpus:
             raise ValueError("cluster.ray.gpu: the run requests no GPU; set trainer_gpus or sampler_gpus")
         return self

@@ -33,12 +33,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from m2forge.cluster.launcher import Launched, Launcher, Role, code_digest
+from m2forge.cluster.launcher import Launched, Launcher, Role
 from m2forge.cluster.local import MAX_DEATHS, SHORT_S, LocalLauncher
 from m2forge.cluster.process_record import RoleUrl, record_size
 from m2forge.cluster.ray_launcher import RayLauncher, RayPlan
 from m2forge.errors import EngineError, M2ForgeError
 from m2forge.observe.log import set_up_logging
+from m2forge.python_source import code_digest
 
 MODULE = "m2forge.cluster.keeper"
 SOCKET_FILE, LOCK_FILE, LOG_FOLDER, RECORD_FOLDER = "keeper.sock", "keeper.lock", "log", "processes"

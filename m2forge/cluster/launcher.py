@@ -10,18 +10,17 @@ outlives the server: a client that connects during a restart waits instead of be
 library retries broken connections continues.
 """
 
-import hashlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NoReturn, Protocol
 
-import m2forge
 from m2forge.errors import M2ForgeError
 
 SOCKET = "{socket}"
 """Argument that the launcher replaces by the file descriptor of the role's listening socket."""
+NODE_ADDRESS = "M2FORGE_NODE_ADDRESS"
+"""Environment variable with the address at which other nodes reach this one, where a launcher uses several."""
 FATAL_STATUS = 78
 """Exit status of a failure that every restart would repeat: the run ends with the last line that the process
 printed."""
@@ -69,17 +68,6 @@ class Launcher(Protocol):
     async def close(self) -> None:
         """Close the listening sockets; call it after all processes have ended."""
         ...
-
-
-def code_digest(*texts: str) -> str:
-    """Digest of the package's source and of `texts`."""
-    digest = hashlib.sha256()
-    root = Path(m2forge.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    for text in texts:
-        digest.update(b"\0" + text.encode())
-    return digest.hexdigest()
 
 
 def end_with_error(error: M2ForgeError) -> NoReturn:

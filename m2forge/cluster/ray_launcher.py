@@ -18,24 +18,27 @@ import importlib
 import json
 import logging
 import os
-import secrets
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from m2forge.cluster.config import RayConfig
-from m2forge.cluster.launcher import Launched, Role, code_digest
+from m2forge.cluster.launcher import NODE_ADDRESS, Launched, Role
 from m2forge.cluster.local import MAX_DEATHS, SHORT_S, STOP_S, LocalLauncher
 from m2forge.cluster.process_record import ProcessRecord, record_size
 from m2forge.errors import ConfigError, EngineError, M2ForgeError
+from m2forge.files import shared_token
 from m2forge.loop_thread import LoopThread
+from m2forge.python_source import code_digest
 
+GPU_TYPE = "accelerator_type:"
+"""Prefix of Ray's resource for a GPU's type."""
 GPU_SHARE = 0.001
 """Share of a node's `accelerator_type` that a role reserves, as Ray's own option of that name does."""
 CONNECT_S = 5.0
@@ -44,6 +47,8 @@ REPEAT_S = 60.0
 SLACK_S = 5.0
 """Seconds that stopping an actor takes beyond stopping its child."""
 _log = logging.getLogger(__name__)
+
+NO_VARIABLES: Mapping[str, str] = {}
 
 Needs = Mapping[str, float]
 """Numbers of Ray's resources: CPU, GPU, accelerator_type:…"""
@@ -70,7 +75,7 @@ class RayPlan:
             if num:
                 needs[name]["GPU"] = num
                 if config.gpu is not None:
-                    needs[name][f"accelerator_type:{config.gpu}"] = GPU_SHARE
+                    needs[name][f"{GPU_TYPE}{config.gpu}"] = GPU_SHARE
         return cls(config.address, config.start_s, needs, str(folder.absolute()), str(Path.cwd()), code_digest())
 
     @classmethod
@@ -80,14 +85,18 @@ class RayPlan:
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
-    def problem_here(self, token: str | None = None) -> str | None:
-        """Why this node cannot run roles. `token`: a file that the driver wrote to the folder."""
+    def problem_here(self, token: str | None = None, variables: Mapping[str, str] = NO_VARIABLES) -> str | None:
+        """Why this node cannot run roles. `token`: a file that the driver wrote to the folder. `variables`: those that
+        its environment must have, and the configuration's key that names each."""
         if not Path(self.folder).is_dir() or (token is not None and not Path(self.folder, token).exists()):
             return f"{self.folder} is not the folder of that name on the other nodes; put runs on a shared file system"
         if not Path(self.cwd).is_dir():
             return f"{self.cwd}, where the run was started, is not there; start it in a folder that all nodes have"
         if code_digest() != self.digest:
             return "m2forge has other code there; install the same version on all nodes"
+        for name, key in variables.items():
+            if not os.environ.get(name):
+                return f"{key}: the environment variable {name} is not set there; set it where `ray start` runs"
         return None
 
     def shortage(self, nodes: list[dict[str, Any]]) -> str | None:
@@ -110,17 +119,40 @@ class RayPlan:
         )
 
 
-def require_nodes(config: RayConfig, num_gpus: Mapping[str, int], folder: Path) -> int:
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node of the cluster, idle."""
+
+    name: str
+    address: str
+    num_cpus: float
+    num_gpus: float
+    gpus: tuple[str, ...]
+    """Types of its GPUs, as Ray names them."""
+    id: str = ""
+
+    @classmethod
+    def of(cls, node: Mapping[str, Any]) -> "Node":
+        """`node`: as Ray describes it."""
+        resources = node["Resources"]
+        types = [name.removeprefix(GPU_TYPE) for name in resources if name.startswith(GPU_TYPE)]
+        cpus, gpus = resources.get("CPU", 0), resources.get("GPU", 0)
+        return cls(_label(node), node["NodeManagerAddress"], cpus, gpus, tuple(sorted(types)), node["NodeID"])
+
+
+def require_nodes(
+    config: RayConfig, num_gpus: Mapping[str, int], folder: Path, variables: Mapping[str, str] = NO_VARIABLES
+) -> list[Node]:
     """Raise a ConfigError that names the node and the remedy, unless the cluster's nodes can run the roles. Returns the
-    number of machines. `folder`: the one that holds runs; nothing stays behind in it."""
+    nodes. `folder`: the one that holds runs; nothing stays behind in it. `variables`: see `RayPlan.problem_here`."""
     connect(config.address)
     ray = _ray()
     plan = RayPlan.make(config, num_gpus, folder)
     nodes = [node for node in ray.nodes() if node["Alive"]]
     if (shortage := plan.shortage(nodes)) is not None:
         raise ConfigError(shortage)
-    with _token(folder) as token:
-        asked = {_label(node): _ask(node["NodeID"], plan, token) for node in nodes}
+    with shared_token(folder) as token:
+        asked = {_label(node): _ask(node["NodeID"], plan, token.name, variables) for node in nodes}
         until_s = time.monotonic() + config.start_s
         for name, answer in asked.items():
             try:
@@ -132,29 +164,52 @@ def require_nodes(config: RayConfig, num_gpus: Mapping[str, int], folder: Path) 
                 problem = f"m2forge cannot run there ({last}); install the same version on all nodes"
             if problem is not None:
                 raise ConfigError(f"node {name} of the Ray cluster: {problem}")
-    return len({node["NodeManagerAddress"] for node in nodes})
+    return [Node.of(node) for node in nodes]
 
 
-def _ask(node_id: str, plan: RayPlan, token: str) -> Any:
+def _ask(node_id: str, plan: RayPlan, token: str, variables: Mapping[str, str]) -> Any:
     here = _ray().util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
     asked = _ray().remote(num_cpus=0, max_retries=0, scheduling_strategy=here)(RayPlan.problem_here)
-    return asked.remote(plan, token)
+    return asked.remote(plan, token, variables)
 
 
-@contextlib.contextmanager
-def _token(folder: Path) -> Iterator[str]:
-    """A file of the folder that exists for the duration of the context."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f".shared-{secrets.token_hex(8)}"
+def free_on_nodes(
+    config: RayConfig, nodes: Sequence[Node], num_gpus: int, read: Callable[[], list[int]]
+) -> Iterator[tuple[Node, list[int] | str]]:
+    """Each node with what `read` returns there, or with why it returns nothing, in the order in which they answer.
+    Meanwhile Ray gives `read` `num_gpus` GPUs, as it would give them to a role: those in use by other jobs are not
+    among them."""
+    ray = _ray()
+    place = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    asked = {}
+    for node in nodes:
+        here = place(node.id, soft=False)
+        asking = ray.remote(num_cpus=0, num_gpus=num_gpus, max_retries=0, scheduling_strategy=here)(_read_there)
+        asked[asking.remote(read)] = node
+    until_s = time.monotonic() + config.start_s
     try:
-        path.touch()
-        yield path.name
+        while asked:
+            answered, _ = ray.wait([*asked], timeout=max(0.0, until_s - time.monotonic()))
+            if not answered:
+                late = f"{num_gpus} of its GPUs did not become free within cluster.ray.start_s, {config.start_s:g} s"
+                yield from [(node, f"{late}; end other jobs there, or use another node") for node in asked.values()]
+                return
+            node = asked.pop(answered[0])
+            try:
+                yield node, ray.get(answered[0])
+            except ray.exceptions.RayError as error:
+                last = str(error).strip().splitlines()[-1]
+                yield node, f"its GPUs cannot be used ({last}); repair or remove it"
     finally:
-        path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # another run writes there
-            for made in missing:
-                made.rmdir()
+        for answer in asked:
+            ray.cancel(answer, force=True)
+
+
+def _read_there(read: Callable[[], list[int]]) -> list[int] | str:
+    try:
+        return read()
+    except ConfigError as error:
+        return str(error)
 
 
 def connect(address: str) -> None:
@@ -368,11 +423,12 @@ class Shell:
         if problem is not None:
             return Placed(name, problem=problem)
         os.chdir(self._plan.cwd)
+        os.environ[NODE_ADDRESS] = ray.util.get_node_ip_address()
         # It keeps the socket open.
         launcher = self._launcher = LocalLauncher(*self._folders, name)
         role = self._role
         if role.address is not None:
-            role = replace(role, address=(ray.util.get_node_ip_address(), role.address[1]))
+            role = replace(role, address=(os.environ[NODE_ADDRESS], role.address[1]))
         try:
             self._child = self._thread.run(launcher.launch(role, self._is_done))
         except ConfigError:
@@ -403,5 +459,5 @@ def _label(node: Mapping[str, Any]) -> str:
 def _listed(numbers: Needs) -> str:
     """CPUs, GPUs and their types; Ray's other resources are left out."""
     shown = [f"{numbers[name]:g} {name}" for name in ("CPU", "GPU") if name in numbers]
-    types = [name.removeprefix("accelerator_type:") for name in numbers if name.startswith("accelerator_type:")]
+    types = [name.removeprefix(GPU_TYPE) for name in numbers if name.startswith(GPU_TYPE)]
     return ", ".join([*shown, *types]) or "nothing"

@@ -19,6 +19,7 @@ latency.
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import socket
 import sys
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING
 from m2forge.cluster.launcher import end_with_error
 from m2forge.cluster.process_record import RoleUrl
 from m2forge.config import load_resolved
-from m2forge.errors import ConfigError, TrainingError
+from m2forge.errors import ConfigError, M2ForgeError, TrainingError
 from m2forge.importing import importing
 from m2forge.observe.log import set_up_logging
 from m2forge.protocols import Engine
@@ -40,12 +41,14 @@ from m2forge.rl.layout import GATEWAY, SAMPLER, TRAINER, TRAINER_NODE, Layout, g
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.message import tool_to_openai
 from m2forge.train.run_dir import CONFIG_FILE
+from m2forge.weights.store import is_version
 
 if TYPE_CHECKING:
     from m2forge.rl.ranks import Nodes
 
 MODULE = "m2forge.rl.child_main"
 POLL_S = 0.1
+_log = logging.getLogger(__name__)
 MAX_PERF = 1.0
 """Upper bound of a posted reward, because it counts as the perf of a deployed agent's episode."""
 
@@ -97,15 +100,44 @@ def alone(lock: Path) -> Iterator[None]:
 
 def run_sampler(run_dir: Path, descriptor: str, name: str = SAMPLER) -> None:
     (key,) = read_keys(1)
-    config = load_resolved(RLConfig, run_dir / CONFIG_FILE)
-    listener = socket.socket(fileno=int(descriptor))
-    if config.engine.server is not None:
-        with importing():
-            from m2forge.rl.relay import serve_relay
+    config, has_begun = load_resolved(RLConfig, run_dir / CONFIG_FILE), False
 
-        version, folder = _newest_weights(run_dir, config)
-        serve_relay(config, folder, version, key, _announce, listener)
-        return
+    def announce(url: str) -> None:
+        nonlocal has_begun
+        has_begun = True
+        _announce(url)
+
+    serve = _make_model_server(run_dir, config, name) if config.engine.server is None else _make_relay(config, name)
+    with socket.socket(fileno=int(descriptor)) as listener:
+        while True:
+            version, folder = _newest_weights(run_dir, config)
+            try:
+                return serve(version, folder, key, announce, listener.dup())
+            except (M2ForgeError, OSError) as error:
+                if has_begun or is_version(folder):
+                    raise
+                # A trainer that starts over removes versions, also while they are read.
+                _log.info("%s was removed while it was read; reading the newest version (%s)", folder, error)
+
+
+Serve = Callable[[PolicyVersion, Path, str, Callable[[str], None], socket.socket], None]
+
+
+def _make_relay(config: RLConfig, name: str) -> Serve:
+    with importing():
+        from m2forge.rl.relay import serve_relay
+
+    index = sampler_names(config.cluster).index(name)
+
+    def serve(
+        version: PolicyVersion, folder: Path, key: str, announce: Callable[[str], None], listener: socket.socket
+    ) -> None:
+        serve_relay(config, folder, version, key, announce, listener, index)
+
+    return serve
+
+
+def _make_model_server(run_dir: Path, config: RLConfig, name: str) -> Serve:
     with importing():
         import torch
 
@@ -115,29 +147,33 @@ def run_sampler(run_dir: Path, descriptor: str, name: str = SAMPLER) -> None:
     if config.cluster.launcher == "local" and name != SAMPLER:
         index = sampler_names(config.cluster).index(name)
         os.environ.update(visible_gpu(index, os.environ, torch.cuda.device_count()))
-    version, folder = _newest_weights(run_dir, config)
-    server = ServerConfig(host=listener.getsockname()[0])
     if config.engine.num_threads is not None:
         torch.set_num_threads(config.engine.num_threads)
-    serving = ServeConfig(
-        lineage=version.lineage,
-        step=version.step,
-        branch=version.branch,
-        device=config.engine.device,
-        dtype=config.engine.dtype,
-        rollout=config.engine.rollout,
-        server=server,
-    )
-    if config.weights.sync == "files":
-        serve_model(folder, serving, key, _announce, listener)
-        return
-    from m2forge.weights.collective import Receiver
 
-    receiver = Receiver(Layout(run_dir).broadcast, pinned=config.engine.device != "cpu" and torch.cuda.is_available())
-    try:
-        serve_model(folder, serving, key, _announce, listener, receiver.take)
-    finally:
-        receiver.stop()
+    def serve(
+        version: PolicyVersion, folder: Path, key: str, announce: Callable[[str], None], listener: socket.socket
+    ) -> None:
+        serving = ServeConfig(
+            lineage=version.lineage,
+            step=version.step,
+            branch=version.branch,
+            device=config.engine.device,
+            dtype=config.engine.dtype,
+            rollout=config.engine.rollout,
+            server=ServerConfig(host=listener.getsockname()[0]),
+        )
+        if config.weights.sync == "files":
+            serve_model(folder, serving, key, announce, listener)
+            return
+        from m2forge.weights.collective import Receiver
+
+        receiver = Receiver(Layout(run_dir).broadcast)
+        try:
+            serve_model(folder, serving, key, announce, listener, receiver)
+        finally:
+            receiver.stop()
+
+    return serve
 
 
 def visible_gpu(index: int, env: Mapping[str, str], num_gpus: int) -> dict[str, str]:

@@ -68,10 +68,21 @@ AgentConfig: TypeAlias = Annotated[
 
 
 class OtherEngineConfig(Config):
-    url: str = Field(pattern=r"^https?://")
-    """Where it listens; it must see the run's folder under the same path."""
+    url: str | tuple[str, ...]
+    """Where it listens; it must see the run's folder under the same path. A list: of as many such servers as
+    `cluster.samplers`, which share the episodes."""
     key_env: str | None = Field(default=None, min_length=1)
     """Environment variable with its API key; None: no key is sent."""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return (self.url,) if isinstance(self.url, str) else self.url
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.urls or not all(url.startswith(("http://", "https://")) for url in self.urls):
+            raise ValueError(f"url: expected http://HOST:PORT, or a list of such URLs, received {self.url!r}")
+        return self
 
 
 class VLLMConfig(OtherEngineConfig):
@@ -221,18 +232,14 @@ class RLConfig(Config):
                 "reward.shuffled: deployed agents' rewards are taken as they are posted; leave pool.admit_deployed out"
             )
         self._check_trainer_nodes()
+        if self.cluster.launcher == "ray":
+            self._check_ray_gpus()
         if self.train.lora is not None and self.weights.anchor_every > 1:
             raise ValueError(
                 "weights.anchor_every: with train.lora a version is an adapter, which is published whole; leave it out"
             )
-        if self.train.lora is not None and self.weights.sync == "collective":
-            raise ValueError('weights.sync = "collective": with train.lora versions are small adapters; leave it out')
-        if self.cluster.launcher == "ray" and self.weights.sync == "collective":
-            raise ValueError(
-                'weights.sync = "collective" works on one machine only, and Ray may use several; leave it out'
-            )
         if self.engine.server is not None:
-            self._check_server(self.engine.server.kind)
+            self._check_server(self.engine.server)
         problem = self.policy.sampling_problem(self.agent.sampling.record())
         if problem is not None:
             raise ValueError(f"agent.sampling: nothing sampled this way can be trained: {problem}")
@@ -246,15 +253,46 @@ class RLConfig(Config):
                 f"train.machine.mesh each; use a divisor of {num_ranks}"
             )
 
-    def _check_server(self, kind: str) -> None:
+    def _check_ray_gpus(self) -> None:
+        """Refuse GPUs that a process would reserve and not use, or use and not reserve."""
+        ray, mesh, server = self.cluster.ray, self.train.machine.mesh, self.engine.server
+        is_auto = "auto" in (mesh.replicate, mesh.shard)
+        num_ranks = None if is_auto else math.prod(mesh.shape) // ray.trainer_nodes
+        if server is not None and ray.sampler_gpus:
+            raise ValueError(f"cluster.ray.sampler_gpus: engine.server names a {server.kind} server; leave it out")
+        if is_auto and not ray.trainer_gpus:
+            raise ValueError(
+                'cluster.ray.trainer_gpus: "auto" in train.machine.mesh counts GPUs, and the trainer requests none; '
+                "set it, or give the mesh numbers"
+            )
+        for name, key, device, num_gpus, wanted in (
+            ("trainer_gpus", "train.machine.device", self.train.machine.device, ray.trainer_gpus, num_ranks),
+            ("sampler_gpus", "engine.device", self.engine.device, ray.sampler_gpus, None),
+        ):
+            if device == "cpu" and num_gpus:
+                raise ValueError(f'cluster.ray.{name}: {key} is "cpu", which uses none of {num_gpus}; leave it out')
+            if device == "cuda" and not num_gpus:
+                number = wanted or 1
+                raise ValueError(f'cluster.ray.{name}: {key} is "cuda", and no GPU is requested; set it to {number}')
+            if num_gpus and wanted is not None and num_gpus != wanted:
+                raise ValueError(
+                    f"cluster.ray.{name}: train.machine.mesh has {wanted} ranks on each node, with a GPU each, and "
+                    f"{num_gpus} are requested; set it to {wanted}"
+                )
+
+    def _check_server(self, server: VLLMConfig | SGLangConfig) -> None:
         """Refuse settings that a server of another engine does not support."""
-        if self.cluster.samplers > 1:
-            raise ValueError(f"cluster.samplers: engine.server names one {kind} server, whatever it runs; leave it out")
+        kind, urls = server.kind, server.urls
+        if len({url.rstrip("/") for url in urls}) < len(urls):
+            raise ValueError(f"engine.server.url: each of several {kind} servers has a URL of its own, received {urls}")
+        if len(urls) != self.cluster.samplers:
+            raise ValueError(
+                f"cluster.samplers: engine.server.url names {len(urls)} {kind} servers, received "
+                f"{self.cluster.samplers}; set {len(urls)}, or list as many URLs"
+            )
         if self.policy.replay == "recorded":
             raise ValueError(f'policy.replay = "recorded": {kind} does not report experts; leave it out')
         if self.weights.anchor_every > 1:
             raise ValueError(f"weights.anchor_every: {kind} reads whole versions; leave it out")
         if self.weights.sync == "collective":
             raise ValueError(f'weights.sync = "collective": {kind} reads versions from their folders; leave it out')
-        if self.train.lora is not None:
-            raise ValueError(f"train.lora: {kind} would need whole weights, the run publishes adapters; leave it out")

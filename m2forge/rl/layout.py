@@ -170,6 +170,7 @@ class Layout:
             config.name,
             keep=config.keep_versions,
             anchor_every=config.weights.anchor_every,
+            has_merged=config.engine.server is not None,
             companions=companions,
         )
 

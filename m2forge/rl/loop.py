@@ -95,6 +95,7 @@ from m2forge.rl.eval import EvalResult, Evaluations, read_results
 from m2forge.rl.gateway_admin import Gateways, home_of
 from m2forge.rl.host import delete_ended, open_gateways, open_tasks
 from m2forge.rl.layout import Layout, host_names, read_lineage
+from m2forge.rl.preflight import require_start
 from m2forge.rl.servers import Server, Servers, launch_trainer, make_servers, open_launchers, require_cluster
 from m2forge.rl.weight_updates import WeightUpdates
 from m2forge.tasks.curriculum import Curriculum, Draw, Families
@@ -141,14 +142,16 @@ def train_rl(
 def run_rl(config: RLConfig, runs: Path) -> tuple[Path, list[EvalResult]]:
     """Start or resume the run that `config` describes; returns the finished model's folder and its evaluations."""
     require_writers(config.train.metrics)
-    require_cluster(config, runs)
+    trainer_nodes = require_cluster(config, runs)
     run_anywhere(require_agent(config.agent))
     families = survey_tasks(config)
     run_dir = runs / config.name
     config = pinned(config, run_dir / CONFIG_FILE)
+    layout, folder = Layout(run_dir), find_folder(config.model, config.revision)
     # A chat template that cannot be used is refused before anything is written.
-    load_format(find_folder(config.model, config.revision), config.gateway)
-    layout = Layout(run_dir)
+    load_format(folder, config.gateway)
+    if not (run_dir / CONFIG_FILE).exists():
+        require_start(config, layout, read_config(folder), trainer_nodes)
     with hold_run(run_dir):
         open_run(run_dir, config, begun_phase(layout.checkpoints))
         if not is_complete(layout, config):

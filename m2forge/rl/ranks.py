@@ -36,7 +36,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Self, TypeVar
 from urllib.parse import urlsplit
 
 from m2forge.cluster.launcher import FATAL_STATUS
@@ -65,18 +65,21 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-def num_ranks(config: MachineConfig, num_nodes: int = 1) -> int:
-    """The local world size: the number of ranks that the mesh has on each of `num_nodes` machines."""
+def num_ranks(config: MachineConfig, num_nodes: int = 1, num_gpus: int | None = None) -> int:
+    """The local world size: the number of ranks that the mesh has on each of `num_nodes` machines. `num_gpus`: GPUs of
+    each that the run trains on; None: those that this process sees."""
     mesh = config.mesh
     if "auto" not in (mesh.replicate, mesh.shard):
         return math.prod(mesh.shape) // num_nodes
-    from m2forge.train.machine import choose_device
+    if num_gpus is None:
+        import torch
 
-    if choose_device(config).type != "cuda":
+        from m2forge.train.machine import choose_device
+
+        num_gpus = torch.cuda.device_count() if choose_device(config).type == "cuda" else 0
+    if not num_gpus:
         raise ConfigError('train.machine.mesh: "auto" counts GPUs, and this run trains on a CPU; give a number')
-    import torch
-
-    return math.prod(mesh.of_ranks(torch.cuda.device_count() * num_nodes).shape) // num_nodes
+    return math.prod(mesh.of_ranks(num_gpus * num_nodes).shape) // num_nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,12 +396,3 @@ def gather(value: T, ranks: "Ranks") -> list[T]:
     received: list[T] | None = [value] * ranks.num_ranks if ranks.rank == 0 else None
     dist.gather_object(value, received, 0)
     return [value] if received is None else received
-
-
-def exchange(value: T) -> list[T]:
-    """The values of all ranks, on each."""
-    import torch.distributed as dist
-
-    received: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(received, value)
-    return cast("list[T]", received)

@@ -1,4 +1,4 @@
-"""The sampler of a run with a vLLM or SGLang server: a proxy with the rollout server's routes.
+"""The sampler of a run with a vLLM or SGLang server: a proxy with the rollout server's routes, one for each server.
 
 Loop and gateway support one kind of sampler. This process forwards their requests, pushes each published version by the
 server's own update routes, and records which version sampled a token. At its start the server's weights are unknown, so
@@ -43,10 +43,12 @@ def serve_relay(
     key: str,
     announce: Callable[[str], None],
     listener: socket.socket,
+    index: int = 0,
 ) -> None:
-    """Serve the server's samples to clients that send `key`, after it has loaded `version` of `folder`."""
+    """Serve the server's samples to clients that send `key`, after it has loaded `version` of `folder`. `index`: of the
+    server among several."""
     assert config.engine.server is not None
-    engine = make_engine(config.engine.server, version)
+    engine = make_engine(config.engine.server, version, index)
     refuse_samplings(engine, config)
     is_ready = asyncio.Event()
 
@@ -60,7 +62,7 @@ def serve_relay(
     async def open_app() -> AsyncGenerator[Guard, None]:
         await wait_for(engine)
         await engine.check_server()
-        await engine.load(folder, version)
+        await load_first(engine, folder, version)
         is_ready.set()
         yield make_app(engine, ServerConfig(host=listener.getsockname()[0]), key)
 
@@ -68,15 +70,15 @@ def serve_relay(
         serve_engine(engine, watch, open_app, listener, announce)
 
 
-def make_engine(config: VLLMConfig | SGLangConfig, version: PolicyVersion) -> VLLMEngine | SGLangEngine:
-    key = None
+def make_engine(config: VLLMConfig | SGLangConfig, version: PolicyVersion, index: int = 0) -> VLLMEngine | SGLangEngine:
+    key, url = None, config.urls[index]
     if config.key_env is not None:
         key = os.environ.get(config.key_env)
         if not key:
             raise ConfigError(f"engine.server.key_env: the environment variable {config.key_env} is not set")
     if isinstance(config, VLLMConfig):
-        return VLLMEngine(config.url, version, model=config.model, api_key=key, logprobs_mode=config.logprobs_mode)
-    return SGLangEngine(config.url, version, api_key=key, takes_seeds=config.takes_seeds)
+        return VLLMEngine(url, version, model=config.model, api_key=key, logprobs_mode=config.logprobs_mode)
+    return SGLangEngine(url, version, api_key=key, takes_seeds=config.takes_seeds)
 
 
 def refuse_samplings(engine: VLLMEngine | SGLangEngine, config: RLConfig) -> None:
@@ -88,6 +90,17 @@ def refuse_samplings(engine: VLLMEngine | SGLangEngine, config: RLConfig) -> Non
                 engine.refuse_unsupported(prompt)
             except RequestError as error:
                 raise ConfigError(f"{name}: {error}") from error
+
+
+async def load_first(engine: VLLMEngine | SGLangEngine, folder: Path, version: PolicyVersion) -> None:
+    """Load the version with which the server starts to sample; raises a ConfigError if the server refuses a version
+    that is there, as it will refuse the next."""
+    try:
+        await engine.load(folder, version)
+    except RequestError as error:
+        if not folder.is_dir():
+            raise
+        raise ConfigError(f"engine.server: {error}; it must see {folder} under this path") from error
 
 
 async def wait_for(engine: VLLMEngine | SGLangEngine) -> None:

@@ -1,14 +1,15 @@
 """The launchers of a run's processes; its trainer; its samplers and gateways: servers, each on a socket that outlives
 it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from m2forge.cluster.config import RayConfig
 from m2forge.cluster.keeper import KeptLauncher, fingerprint
 from m2forge.cluster.launcher import SOCKET, Launched, Launcher, Role
 from m2forge.cluster.local import LocalLauncher
-from m2forge.cluster.ray_launcher import RayLauncher, RayPlan, require_nodes
+from m2forge.cluster.ray_launcher import Node, RayLauncher, RayPlan, require_nodes
 from m2forge.errors import ConfigError
 from m2forge.key import make_key
 from m2forge.rl.child_main import MODULE
@@ -25,6 +26,7 @@ from m2forge.rl.layout import (
     sampler_names,
     trainer_node_names,
 )
+from m2forge.rl.ranks import num_ranks
 from m2forge.sandbox.image import HOST as HOST_IMAGE
 from m2forge.sandbox.image import ImageStore
 from m2forge.sandbox.shared_images import share_images
@@ -36,21 +38,67 @@ from m2forge.train.run_dir import CONFIG_FILE
 HOST = "127.0.0.1"
 
 
-def require_cluster(config: RLConfig, runs: Path) -> None:
+def require_cluster(config: RLConfig, runs: Path) -> list[Node]:
     """Raise a ConfigError unless the run's processes can run on the machines that `cluster` names; call it before
-    anything is written."""
+    anything is written. Returns the nodes of a Ray cluster that could have the trainer."""
     if config.cluster.launcher == "local":
-        return
+        return []
     if config.gateway.host != HOST:
         raise ConfigError(
             f'gateway.host: with cluster.launcher = "ray" each server listens on the address of its node, received '
             f"{config.gateway.host}; leave it out"
         )
-    num_machines = require_nodes(config.cluster.ray, _num_gpus(config), runs)
+    is_new = not (runs / config.name / CONFIG_FILE).exists()
+    server, variables = config.engine.server, dict[str, str]()
+    if is_new and server is not None and server.key_env is not None:
+        variables[server.key_env] = "engine.server.key_env"
+    nodes = require_nodes(config.cluster.ray, _num_gpus(config), runs, variables)
+    trainer_nodes = [node for node in nodes if _could_train(node, config.cluster.ray)]
+    if is_new:
+        _refuse_idle_gpus(config, nodes)
+        _refuse_mixed_gpus(config, trainer_nodes)
+    num_machines = len({node.address for node in nodes})
     if num_machines > 1 and config.pool.url.startswith(SQLITE):
         raise ConfigError(
             f"pool.url: SQLite works on one machine, and the Ray cluster has {num_machines}; give the URL of a "
             "PostgreSQL database, postgresql://USER@HOST/DATABASE"
+        )
+    return trainer_nodes
+
+
+def _could_train(node: Node, ray: RayConfig) -> bool:
+    is_type = not ray.trainer_gpus or ray.gpu is None or ray.gpu in node.gpus
+    return is_type and node.num_gpus >= ray.trainer_gpus and node.num_cpus >= ray.cpus
+
+
+def _refuse_idle_gpus(config: RLConfig, nodes: Sequence[Node]) -> None:
+    """Raise if a process that takes a GPU where it sees one would reserve none of those that there are."""
+    node = next((node for node in nodes if node.num_gpus), None)
+    if node is None:
+        return
+    ray, machine = config.cluster.ray, config.train.machine
+    wanted = num_ranks(machine, ray.trainer_nodes, ray.trainer_gpus)
+    users = [(TRAINER, "train.machine.device", machine.device, ray.trainer_gpus, wanted)]
+    if config.engine.server is None:
+        users.append((SAMPLER, "engine.device", config.engine.device, ray.sampler_gpus, 1))
+    for role, key, device, num_gpus, wanted in users:
+        if device == "auto" and not num_gpus:
+            raise ConfigError(
+                f'cluster.ray.{role}_gpus is 0 and {key} "auto": the {role} would run on a CPU, and node {node.name} '
+                f'of the Ray cluster has {node.num_gpus:g} GPU; set {role}_gpus = {wanted}, or {key} = "cpu"'
+            )
+
+
+def _refuse_mixed_gpus(config: RLConfig, nodes: Sequence[Node]) -> None:
+    """Raise if `nodes`, between which the trainer's ranks are divided, have GPUs of different types."""
+    ray = config.cluster.ray
+    if ray.trainer_nodes == 1 or not ray.trainer_gpus or ray.gpu is not None:
+        return
+    types = {node.name: " and ".join(node.gpus) for node in nodes if node.gpus}
+    if len({*types.values()}) > 1:
+        listed = "; ".join(f"{name}: {gpu}" for name, gpu in types.items())
+        raise ConfigError(
+            f"cluster.ray.gpu: nodes of the trainer could have different GPUs ({listed}); set it to one of these types"
         )
 
 

@@ -2,6 +2,8 @@
 
     claim a batch in the window → advantages → a step over its token trees → commit → publish → periodically, checkpoint
 
+A thread publishes while the trainer waits for the next batch and runs it: only the next update waits for its end.
+
 On a mesh of several ranks (rl/ranks.py) rank 0 does all of it, and the others take part in the step: rank 0 signals
 what comes next and deals the trees by cost; each rank publishes its share of the weights.
 
@@ -26,6 +28,7 @@ pool.
 
 import itertools
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,8 +40,11 @@ from math import floor
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
+from m2forge.cluster.launcher import NODE_ADDRESS
 from m2forge.config import load_resolved
-from m2forge.errors import ConfigError, RecordError, TrainingError
+from m2forge.errors import RecordError, TrainingError
 from m2forge.model.checkpoint import copy_model, open_source, save_model, write_model
 from m2forge.model.config_file import read_config
 from m2forge.model.convert import find_companions
@@ -56,11 +62,11 @@ from m2forge.reward.judge import Judged
 from m2forge.rl.config import RLConfig
 from m2forge.rl.importance_ratio import delete_ratios, write_ratios
 from m2forge.rl.layout import Layout, begin_branch
-from m2forge.rl.ranks import deal, exchange, gather, scatter
+from m2forge.rl.ranks import deal, gather, scatter
 from m2forge.tasks.config import CurriculumConfig, StageConfig
 from m2forge.tasks.curriculum import Mixture
 from m2forge.train.batch import Problem
-from m2forge.train.checkpoint import CheckpointStore, load_start, restore
+from m2forge.train.checkpoint import CheckpointStore, Writing, load_start, restore
 from m2forge.train.config import PhaseConfig
 from m2forge.train.engine import TrainEngine
 from m2forge.train.loop import TokenCost, lr_at
@@ -73,7 +79,15 @@ from m2forge.train.machine import (
     refuse_unfit_policy,
     set_up_model,
 )
-from m2forge.train.parallel import SINGLE_RANK, ProcessRanks, Ranks, context_group, public_share
+from m2forge.train.parallel import (
+    SINGLE_RANK,
+    ProcessRanks,
+    Ranks,
+    context_group,
+    exchange,
+    group_beside,
+    public_share,
+)
 from m2forge.train.position import Position, read_position
 from m2forge.train.run_dir import CONFIG_FILE, hold_run
 from m2forge.tree.codec import decode_tree, encode_tree
@@ -132,7 +146,7 @@ def train(run_dir: Path) -> None:
     """Train the run in `run_dir` from its configuration there; a lock allows one process at a time."""
     config = load_resolved(RLConfig, run_dir / CONFIG_FILE)
     with (
-        machine_ranks(config.train.machine) as ranks,
+        machine_ranks(config.train.machine, run_dir, config) as ranks,
         hold_run(run_dir / TRAINER_FOLDER) if not ranks.rank else nullcontext(),
     ):
         Trainer(run_dir, config, ranks).run()
@@ -168,16 +182,22 @@ class Trainer:
         self.weights = self.layout.weight_store(config, self._companions)
         self._send: Send | None = None
         """Broadcasts versions, while the trainer runs."""
+        self._publishing: Writing | None = None
+        self._published_s = 0.0
+        """Seconds of the current step in which the trainer itself published, or waited for the thread that does."""
+        self._group = None if ranks.num_ranks == 1 else group_beside()
+        """The group on which the ranks publish."""
         machine = config.train.machine
         device = rank_device(machine, ranks)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        """Copies versions to the host, beside the next step's kernels."""
         refuse_unfit_policy(config.train, read_config(folder), config.policy, device, ranks.num_ranks)
         newest = self.checkpoints.newest()
         if newest is None:
             start, self.position = start_from(folder, config.train.lora), Position()
         else:
             start, self.position = load_start(newest), read_position(newest)
-        if config.policy.replay == "recorded" and start.config.moe is None:
-            raise ConfigError(f'policy.replay = "recorded": {config.model} has no experts to replay; leave it out')
+        config.policy.refuse_misfit(start.config)
         dtype = choose_dtype(machine, device)
         model = load_network(start, machine, dtype, ranks, f"checkpoints of {run_dir}: {self.position}")
         self.engine = TrainEngine(
@@ -188,9 +208,12 @@ class Trainer:
             offload=machine.offload,
             router_bias=config.train.router_bias,
             walk=machine.walk_config,
-            context=context_group(machine.mesh, ranks) if isinstance(ranks, ProcessRanks) else None,
+            context=context_group(machine.mesh, ranks, model.config) if isinstance(ranks, ProcessRanks) else None,
         )
+        self.engine.before_update.add(self._end_publishing)
         self._num_sharing = machine.mesh.context
+        self._claimed_s = 0.0
+        """Seconds of the claim that brought the last batch; those before count as waiting."""
         self._saved: PolicyVersion | None = None
         """The version of a checkpoint that is not yet marked in the pool."""
         self._cost = TokenCost(model.config, model.config.max_context)
@@ -218,6 +241,8 @@ class Trainer:
                 self._follow() if self.ranks.rank else self._lead()
             except BaseException:
                 self.checkpoints.leave()
+                if self._publishing is not None and self.ranks.num_ranks == 1:
+                    self._publishing.join()
                 raise
             if not self.ranks.rank and not self.layout.model.exists():
                 self._write_finished()
@@ -228,9 +253,10 @@ class Trainer:
         if self.config.weights.sync == "files":
             yield
             return
-        from m2forge.weights.collective import Sender
+        from m2forge.weights.collective import LOCAL, Sender
 
-        sender = Sender(self.layout.broadcast, self.ranks.rank, self._exchange)
+        host = LOCAL if self.config.cluster.launcher == "local" else os.environ[NODE_ADDRESS]
+        sender = Sender(self.layout.broadcast, self.ranks.rank, self._exchange, host)
         self._send = sender.send
         try:
             yield
@@ -239,7 +265,7 @@ class Trainer:
 
     def _exchange(self, value: T) -> list[T]:
         """What each rank passes."""
-        return [value] if self.ranks.num_ranks == 1 else exchange(value)
+        return [value] if self.ranks.num_ranks == 1 else exchange(value, self._group)
 
     def _write_finished(self) -> None:
         if self.ranks.num_ranks == 1:
@@ -264,13 +290,14 @@ class Trainer:
             self._discard_later(pool)
             waited_from_s = time.perf_counter()
             for claimed in self._batches(pool):
-                waited_s = time.perf_counter() - waited_from_s
+                waited_s = time.perf_counter() - waited_from_s - self._claimed_s
                 figures = self._learn(pool, claimed)
                 waited_from_s = time.perf_counter()
-                metrics.write(self.position.step, figures | {"waited_s": waited_s})
+                metrics.write(self.position.step, figures | {"waited_s": waited_s, "claimed_s": self._claimed_s})
                 self._mark_saved(pool)
                 if self._is_due():
                     self._save(pool)
+            self._end_publishing()
             self.ranks.max_int(_END)
             self._save(pool)
             self.checkpoints.wait()
@@ -295,11 +322,40 @@ class Trainer:
         return self.position.step % self.config.train.checkpoint.every_steps == 0
 
     def _publish(self) -> None:
-        """Publish the weights as the version of the current step. All ranks call this together."""
-        share = None
-        if isinstance(self.ranks, ProcessRanks):
-            share = Share(self.ranks.rank, public_share(self.engine.model, self.ranks), self._exchange)
-        self.weights.publish(self.engine.model, self.position.step, share, self._send)
+        """Publish the weights as the version of the current step; rank 0 only begins to, until `_end_publishing`. All
+        ranks call this together."""
+        self._end_publishing()
+        with self._timed_publishing():
+            share, step = None, self.position.step
+            if isinstance(self.ranks, ProcessRanks):
+                share = Share(self.ranks.rank, public_share(self.engine.model, self.ranks), self._exchange)
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+            def publish() -> None:
+                began_s = time.perf_counter()
+                with torch.cuda.stream(self._stream):
+                    self.weights.publish(self.engine.model, step, share, self._send)
+                _log.info("published version %d in %.2f s", step, time.perf_counter() - began_s)
+
+            if self.ranks.rank:
+                publish()  # it has nothing else to do before rank 0's next signal
+            else:
+                self._publishing = Writing(publish)
+
+    def _end_publishing(self) -> None:
+        """Wait until the last version is complete; raise the error that prevented it."""
+        if self._publishing is not None:
+            with self._timed_publishing():
+                self._publishing.join()
+            publishing, self._publishing = self._publishing, None
+            publishing.end()
+
+    @contextmanager
+    def _timed_publishing(self) -> Iterator[None]:
+        began_s = time.perf_counter()
+        yield
+        self._published_s += time.perf_counter() - began_s
 
     def _discard_later(self, pool: Pool) -> None:
         """Discard everything that came after the checkpoint."""
@@ -335,17 +391,21 @@ class Trainer:
             yield claimed
 
     def _wait_for(self, claim: Callable[[], Claim | None]) -> Claim:
-        began_s = heard_s = time.monotonic()
+        began_s = heard_s = asked_s = time.monotonic()
         while (claimed := claim()) is None:
             # Each poll reads the whole window; a late one delays the step by at most a tenth of the wait.
             time.sleep(min(MAX_POLL_S, max(POLL_S, 0.1 * (time.monotonic() - began_s))))
+            if self._publishing is not None and not self._publishing.is_alive():
+                self._end_publishing()
             if time.monotonic() > heard_s + IDLE_S:
                 self.ranks.max_int(_IDLE)
                 heard_s = time.monotonic()
+            asked_s = time.monotonic()
+        self._claimed_s = time.monotonic() - asked_s
         return claimed
 
     def _learn(self, pool: Pool, claimed: Claim) -> dict[str, float]:
-        started_s = time.perf_counter()
+        started_s, self._published_s = time.perf_counter(), 0.0
         units = pool.fetch(claimed)
         trees = make_trees(units, self.config.reward.advantage, self.engine.model.config.vocab_size)
         lr = lr_at(self._phase, self.position.step)
@@ -354,11 +414,10 @@ class Trainer:
             _log.warning("not trained: %s", problem.reason)
         if step.is_empty:
             raise TrainingError(describe_untrained(units, step.problems, self.version))
-        figures = step.figures | {"lr": lr, "trained_s": time.perf_counter() - started_s}
+        figures = step.figures | {"lr": lr, "trained_s": time.perf_counter() - started_s - self._published_s}
         pool.commit(claimed, self.version)
-        published_s = time.perf_counter()
         self._publish()
-        figures["published_s"] = time.perf_counter() - published_s
+        figures["published_s"] = self._published_s
         write_ratios(self.layout.ratios, self.position.step, step.log_ratios, self.config.keep_ratios)
         rewards = [episode.reward for unit in units for episode in unit.episodes if episode.reward is not None]
         figures["reward"] = sum(reward.total for reward in rewards) / max(1, len(rewards))

@@ -15,8 +15,8 @@ LONG = pytest.mark.long
 CASES = [
     ("openai_sdk.py", ("--stream",), "minimax_m2"),
     ("anthropic_sdk.py", ("--stream",), "chatml"),
-    ("openai_agents.py", ("--stream",), "minimax_m2"),
     ("openai_agents.py", ("--responses",), "chatml"),
+    pytest.param("openai_agents.py", ("--stream",), "minimax_m2", marks=LONG),
     pytest.param("openai_sdk.py", ("--stream",), "chatml", marks=LONG),
     pytest.param("openai_sdk.py", (), "chatml", marks=LONG),
     pytest.param("openai_sdk.py", (), "minimax_m2", marks=LONG),

@@ -21,9 +21,9 @@ BUCKET_BYTES = 10_000
 def die_once(mark: Path) -> None:
     receive = collective.broadcast
 
-    def receive_and_die(group: object, content: Tensor) -> None:
-        if mark.exists():
-            receive(group, content)
+    def receive_and_die(group: object, content: Tensor, timeout_s: float = collective.BUCKET_S) -> None:
+        if mark.exists() or len(content) == collective.HEADER_BYTES:
+            receive(group, content, timeout_s)
             return
         receive(group, content[:BUCKET_BYTES])
         mark.touch()

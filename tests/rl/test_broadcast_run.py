@@ -26,7 +26,7 @@ def test_a_sampler_killed_in_a_broadcast_is_restarted(tmp_path: Path) -> None:
     said, sampled = (
         " ".join((Layout(run_dir).log / name).read_text().split()) for name in ("trainer.log", "sampler.log")
     )
-    assert "the broadcast of version 1 broke" in said
+    assert "the broadcast of version 1 failed" in said
     assert any(f"broadcast version {step} to 1 samplers" in said for step in range(2, NUM_STEPS + 1))
     per_step = config.curriculum.batch_groups * config.units_per_group
     assert trained_steps(config, run_dir) == [step for step in range(1, NUM_STEPS + 1) for _ in range(per_step)]

@@ -74,7 +74,7 @@ def test_killed_gateways_and_samplers_lose_nothing(tmp_path: Path) -> None:
             before = set(scene.in_flight())
             assert {home_of(name, 2) for name in before} == {0, 1}
             for role in ("gateway-1", "sampler-1"):
-                os.kill(pids_of(scene)[role], signal.SIGKILL)
+                os.kill(pids_of(scene.layout.run_dir)[role], signal.SIGKILL)
                 scene.wait("it starts again", lambda role=role: scene.history(role).num_starts == 2)  # type: ignore[misc]
             assert before <= scene.pool.running().keys(), "attempts were lost"
             scene.held.unlink()
@@ -82,7 +82,7 @@ def test_killed_gateways_and_samplers_lose_nothing(tmp_path: Path) -> None:
             in_flight_again(scene)
             # Calls fail, and attempts with them, or are made at the other sampler.
             scene.held.unlink()
-            os.kill(pids_of(scene)["sampler-0"], signal.SIGKILL)
+            os.kill(pids_of(scene.layout.run_dir)["sampler-0"], signal.SIGKILL)
             step = newest_step(scene)
             scene.wait("training goes on", lambda: newest_step(scene) > step)
             in_flight_again(scene)

@@ -40,6 +40,8 @@ def verify(task, submission):
 WORDS = ("north", "south", "east", "west", "up", "down", "left", "right")
 LIMIT_S, POLL_S = 300.0, 0.05
 HOSTS = ("host-0", "host-1")
+MODULES = ("m2forge.rl.child_main", "tests.rl.hosts_run")
+"""What the processes of a run with hosts are started as."""
 
 
 @dataclass
@@ -112,16 +114,16 @@ def make_scene(folder: Path, num_steps: int = 3, **cluster: object) -> Scene:
     return Scene(config, layout, pool, held, command, folder / "loop.log")
 
 
-def pids_of(scene: Scene) -> dict[str, int]:
+def pids_of(run_dir: Path) -> dict[str, int]:
     """The processes of the run by role; the keeper too."""
     found = {}
     for pid, words in running():
-        if str(scene.layout.run_dir) not in words:
+        if str(run_dir) not in words:
             continue
         if "m2forge.cluster.keeper" in words:
             found["keeper"] = pid
-        elif "tests.rl.hosts_run" in words:
-            kind, _, *arguments = filter(None, words[words.index("tests.rl.hosts_run") + 1 :])
+        elif module := next((module for module in MODULES if module in words), None):
+            kind, _, *arguments = filter(None, words[words.index(module) + 1 :])
             # Its socket, its name, both or neither.
             found[arguments[-1] if arguments and not arguments[-1].isdigit() else kind] = pid
     return found
@@ -135,11 +137,13 @@ def test_attempts_on_hosts_outlive_a_killed_host_and_the_loop(tmp_path: Path) ->
             wait_for_attempts(scene, loop)
             kill_host(scene)
             wait_for_attempts(scene, loop)
-            before, pids = scene.in_flight(), pids_of(scene)
+            before, pids = scene.in_flight(), pids_of(scene.layout.run_dir)
             loop.kill()
             loop.wait()
         ended = end_without_loop(scene, before)
-        assert pids.items() - pids_of(scene).items() <= {("trainer", pids["trainer"])}, "a process died with the loop"
+        assert pids.items() - pids_of(scene.layout.run_dir).items() <= {("trainer", pids["trainer"])}, (
+            "a process died with the loop"
+        )
         with started(scene.command, scene.log) as loop:
             assert loop.wait(LIMIT_S) == 0, scene.log.read_text()[-3000:]
         wait_until_gone(scene.layout.run_dir)
@@ -169,7 +173,7 @@ def kill_host(scene: Scene) -> None:
     """Its attempts restart, under other keys; those of the other host go on."""
     before = scene.in_flight()
     lost = {name for name, worker in before.items() if worker == "host-0"}
-    os.kill(pids_of(scene)["host-0"], signal.SIGKILL)
+    os.kill(pids_of(scene.layout.run_dir)["host-0"], signal.SIGKILL)
     scene.wait("the attempts of a killed host restart", lambda: not lost & scene.pool.running().keys())
     scene.wait("the old keys are refused", lambda: not lost & set(journal_ids(scene.layout.journal)))
     others = before.keys() - lost

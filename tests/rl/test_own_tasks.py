@@ -156,6 +156,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
             "verify": {"timeout_s": 10.0, "judge": {"url": url, "model": "strict"}},
             "eval": {"num_tasks": len(FAMILIES)},
             "train": {"checkpoint": {"every_steps": 1}, "machine": {"num_threads": 1}, "lora": {"rank": 2}},
+            "weights": {"sync": "collective"},
         }
         sources = (*(f"{name}.jsonl" for name in FILES), *FAMILIES[len(FILES) :])
         config = make_run(make_model(folder / "scene"), folder, *sources, **settings)

@@ -90,6 +90,7 @@ def test_a_batch_without_trainable_samples_is_an_error(model: Path, tmp_path: Pa
         again = Trainer(tmp_path, config.model_copy(update={"policy": allowed}))
         again._discard_later(pool)
         assert again._learn(pool, next(again._batches(pool)))["num_edges"] > 0
+        again._end_publishing()
 
 
 def test_a_trainer_that_can_train_nothing_ends_the_run_at_once(

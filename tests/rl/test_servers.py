@@ -5,6 +5,7 @@ import io
 import logging
 import shutil
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx2
@@ -13,14 +14,16 @@ import pytest
 from m2forge.agents.attempt import Overrides
 from m2forge.cluster.local import LocalLauncher
 from m2forge.config import write_resolved
+from m2forge.errors import CheckpointError
 from m2forge.model.checkpoint import load_model
 from m2forge.model.convert import find_companions
 from m2forge.model.preset import preset
-from m2forge.rl.child_main import run_gateway, visible_gpu
+from m2forge.rl.child_main import run_gateway, run_sampler, visible_gpu
 from m2forge.rl.config import RLConfig
 from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.rl.layout import Layout
 from m2forge.rl.servers import Servers, make_servers, share_run_images
+from m2forge.rollout.config import ServeConfig
 from m2forge.sandbox.image import ImageStore
 from m2forge.sandbox.shared_images import VARIABLE, SharedImages
 from m2forge.tasks.agent import Chain
@@ -133,6 +136,38 @@ def test_the_gateway_of_a_run_repeats_no_warning(
         run_gateway(tmp_path, str(socket.create_server(("127.0.0.1", 0)).detach()))
     assert [format.name for format in served] == ["template"]
     assert not caplog.records
+
+
+def test_a_sampler_whose_version_is_removed_reads_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A trainer that starts over removes versions; another error of the sampler, or a later one, ends it."""
+    model = make_model(tmp_path / "scene")
+    config, layout, served = make_config(model), Layout(tmp_path), list[tuple[int, Path]]()
+    write_resolved(config, tmp_path / CONFIG_FILE)
+    network, store = load_model(model), layout.weight_store(config)
+    store.publish(network, 1)
+
+    def serve(
+        folder: Path, serving: ServeConfig, key: str, announce: Callable[[str], None], listener: socket.socket
+    ) -> None:
+        served.append((serving.step, folder))
+        with listener:
+            if len(served) == 1:
+                store.discard_after(0)
+                store.publish(network, 0)
+            elif len(served) == 2:
+                announce("http://127.0.0.1")
+                store.discard_after(-1)
+                store.publish(network, 2)
+            raise CheckpointError(f"{folder} is torn")
+
+    monkeypatch.setattr("m2forge.rollout.server.model_server.serve_model", serve)
+    monkeypatch.setattr("sys.stdin", io.StringIO("key"))
+    with caplog.at_level(logging.INFO), pytest.raises(CheckpointError, match="step-00000000"):
+        run_sampler(tmp_path, str(socket.create_server(("127.0.0.1", 0)).detach()))
+    assert [step for step, _ in served] == [1, 0]
+    assert caplog.text.count("was removed while it was read") == 1
 
 
 def test_all_nodes_have_the_images_that_attempts_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

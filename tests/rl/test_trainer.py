@@ -1,9 +1,12 @@
 """The trainer: every unit once in the lineage of the weights, whenever it is killed."""
 
+import errno
+import itertools
 import os
 import random
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +20,10 @@ from sqlalchemy import func, select
 from m2forge.config import write_resolved
 from m2forge.model.checkpoint import load_model
 from m2forge.model.lora import is_adapter_folder
+from m2forge.model.transformer import Transformer
 from m2forge.observe.busy import FOLDER_VARIABLE, read_busy
 from m2forge.observe.metrics import read_metrics
+from m2forge.pool.batch import Claim
 from m2forge.pool.lifecycle import StateError
 from m2forge.pool.pool import Pool
 from m2forge.pool.tables import episode_table, unit_table
@@ -29,6 +34,7 @@ from m2forge.rl.loop import Loop, is_trained
 from m2forge.rl.trainer import Trainer, train
 from m2forge.train.checkpoint import CheckpointStore
 from m2forge.train.engine import TrainEngine
+from m2forge.train.loss.policy import PolicyLoss, policy_loss
 from m2forge.train.position import Position
 from m2forge.train.run_dir import CONFIG_FILE
 from tests.forked import start
@@ -79,6 +85,82 @@ def test_it_learns_all_that_is_there_and_publishes_every_step(
     assert all(step.values["perf"] == 0.5 and step.values["staleness"] == step.step - 1 for step in steps)
 
 
+def test_a_version_is_published_beside_the_next_batch(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until its update: the version has the weights of its step."""
+    config, steps_run, equal = make_config(model, num_steps=3), threading.Semaphore(0), dict[int, bool]()
+    with open_pool(config, tmp_path) as pool:
+        fill_pool(pool, 6, 2)
+        trainer = Trainer(tmp_path, config)
+        publish = trainer.weights.publish
+
+        def publish_late(network: Transformer, step: int, *others: Any) -> Path:
+            weights = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+            if 0 < step < config.num_steps:
+                assert steps_run.acquire(timeout=60), "no batch was run while this version was published"
+            time.sleep(0.2)  # an update that did not wait would change what is written
+            folder = publish(network, step, *others)
+            found = load_model(folder).state_dict()
+            equal[step] = all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+            return folder
+
+        def run_step(*given: Any) -> PolicyLoss:
+            if trainer.position.step:
+                steps_run.release()
+            return policy_loss(*given)
+
+        monkeypatch.setattr(trainer.weights, "publish", publish_late)
+        monkeypatch.setattr("m2forge.train.engine.policy_loss", run_step)
+        trainer.run()
+    assert equal == {0: True, 1: True, 2: True, 3: True}
+
+
+def test_a_version_that_cannot_be_written_ends_the_wait(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samplers that never get the version may never fill one."""
+    config, polls = make_config(model, num_steps=2), itertools.count()
+
+    def publish(*_: object) -> Path:
+        raise OSError(errno.ENOSPC, "no space left on the device")
+
+    def poll(_: float) -> None:
+        assert next(polls) < 1000, "the trainer waits for a batch although it cannot publish"
+        os.sched_yield()
+
+    with open_pool(config, tmp_path) as pool:
+        fill_pool(pool, 2, 2)
+        trainer = Trainer(tmp_path, config)
+        learn = trainer._learn
+
+        def learn_once(*given: Any) -> dict[str, float]:
+            monkeypatch.setattr(trainer.weights, "publish", publish)
+            monkeypatch.setattr("m2forge.rl.trainer.time", SimpleNamespace(**vars(time) | {"sleep": poll}))
+            return learn(*given)
+
+        monkeypatch.setattr(trainer, "_learn", learn_once)
+        with pytest.raises(OSError, match="no space left"):
+            trainer.run()
+
+
+def test_the_claim_is_measured_beside_the_wait(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, claim, claims = make_config(model, num_steps=1), Pool.claim, list[Claim | None]()
+
+    def second(pool: Pool, *args: Any) -> Claim | None:
+        if not claims:
+            time.sleep(0.5)
+        claims.append(claim(pool, *args) if claims else None)
+        return claims[-1]
+
+    monkeypatch.setattr(Pool, "claim", second)
+    with open_pool(config, tmp_path) as pool:
+        fill_pool(pool, 2, 2)
+        Trainer(tmp_path, config).run()
+    (step,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert step.values["waited_s"] > 0.5 > step.values["claimed_s"] > 0
+
+
 @pytest.mark.parametrize("router_bias", ["frozen", "balanced"])
 def test_router_biases_stay_unless_the_run_balances_them(model: Path, tmp_path: Path, router_bias: str) -> None:
     machine = {"num_threads": 1}
@@ -119,6 +201,7 @@ def test_adapters_are_published_and_training_goes_on(model: Path, tmp_path: Path
         stopped._learn(pool, next(stopped._batches(pool)))
         stopped._save(pool)
         stopped.checkpoints.wait()
+        stopped._end_publishing()
         first = layout.weight_store(config).newest()
         assert first is not None
         assert is_adapter_folder(first[1])
@@ -163,6 +246,7 @@ def test_a_step_holds_no_more_than_its_tokens(model: Path, tmp_path: Path) -> No
         stopped._learn(pool, next(stopped._batches(pool)))
         stopped._save(pool)
         stopped.checkpoints.wait()
+        stopped._end_publishing()
         Trainer(tmp_path, config).run()
         steps = learnt(pool)
     for step in (1, 2):
@@ -212,6 +296,7 @@ def test_a_trainer_that_starts_again_goes_on_from_its_checkpoint(model: Path, tm
             stopped._learn(pool, next(batches))
             if step == 1:
                 stopped._save(pool)
+        stopped._end_publishing()
         lost = Layout(parts).weight_store(config).newest()
         assert lost is not None
         assert sum(step is not None for step in learnt(pool).values()) == 6

@@ -111,7 +111,7 @@ export function timeSplit(columns) {
   return names.length ? [...totals, ["other_s", rest]].filter(([, seconds]) => seconds > 0) : [];
 }
 
-const SECONDS = { waited_s: "waiting for a batch", trained_s: "training", published_s: "publishing weights", other_s: "between steps" };
+const SECONDS = { waited_s: "waiting for a batch", claimed_s: "claiming it", trained_s: "training", published_s: "publishing weights", other_s: "between steps" };
 
 export function secondsName(name) {
   return SECONDS[name] || words(name.slice(0, -2));

@@ -275,7 +275,9 @@ def test_an_episode_has_one_large_body_in_a_worker_at_a_time(monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_a_body_that_would_take_too_much_memory_is_refused() -> None:
+def test_a_body_that_would_take_too_much_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The worker has a low priority: beside busy processes it needs longer than the gateway would wait.
+    monkeypatch.setattr("m2forge.gateway.calls.body.WORKER_S", 600.0)
     setup = make_setup(minimax())
     bomb = b'{"model": "m", "messages": [' + b"{}," * (15 << 20) + b"0]}"
 
