@@ -81,6 +81,7 @@ def print_trainer_split(run_dir: Path) -> None:
         return
     parts = {
         "waited for a batch": "waited_s",
+        "claimed it": "claimed_s",
         "trained": "trained_s",
         "published": "published_s",
     }

@@ -16,7 +16,8 @@ on a GPU to a sampler that decodes (scale_weights_gpu.py).
 
 `--part pool`: one pool that many processes write, beside a loop and a trainer (scale_pool.py).
 
-`--part ring`: RL rings over the real pool, beside their simulation (scale_ring.py).
+`--part ring`: RL rings over the real pool, beside their simulation (scale_ring.py); without `--quick` also runs of
+`m2forge rl` (scale_ring_run.py).
 
 `--part agents`: thousands of concurrent attempts on two agent hosts and two gateways (scale_agents.py).
 

@@ -85,7 +85,7 @@ def train_on(axis: str, ranks: ProcessRanks, packs: list[Pack]) -> Callable[[], 
     model = build(network(), seed=0)
     if mesh.is_sharded:
         shard_model(model, mesh, ranks)
-    engine = TrainEngine(model, OptimizerConfig(), ranks=ranks, context=context_group(mesh, ranks))
+    engine = TrainEngine(model, OptimizerConfig(), ranks=ranks, context=context_group(mesh, ranks, model.config))
     own = packs if axis == "context" else packs[ranks.rank :: NUM_RANKS]
     return lambda: engine.step_rows(own, lr=1e-4).read()
 

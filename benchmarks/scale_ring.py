@@ -6,7 +6,7 @@ trainer claims, reads, trains for a scripted time, and commits; what its step to
 included, is what the simulation is given. It is not given what the pool costs the attempts.
 
 Three rings: one is bound by the trainer, one by the sampler, and one by neither alone. The first steps, which fill the
-queue, are left out of both.
+queue, are left out of both. Without `--quick`, runs of `m2forge rl` follow (scale_ring_run.py).
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from report import Bar, print_table
 from scale_pool_worker import rewarding
+from scale_ring_run import real_rings
 
 from m2forge.plan.simulation import Ring, simulate
 from m2forge.pool.config import PoolConfig, WindowConfig
@@ -184,4 +185,5 @@ def ring(quick: bool) -> list[Bar]:
         rows.append((*row, f"{tokens_per_s:,.0f}", f"{expected_tokens:,.0f}", f"{missed[1]:+.1%}"))
     columns = ("ring", "step s", "measured", "steps/s", "simulated", "error", "tokens/s", "simulated", "error")
     print_table(f"Rings of {num_steps} steps, the first {SKIPPED} left out", columns, rows)
-    return [Bar.at_most("largest error of the simulated throughput", max(errors), 0.1)]
+    bars = [Bar.at_most("largest error of the simulated throughput", max(errors), 0.1)]
+    return bars if quick else [*bars, *real_rings()]

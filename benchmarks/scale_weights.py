@@ -1,7 +1,7 @@
 """Policy versions on the way to several samplers: how long publishing takes, and how long sampling pauses.
 
 Receivers are processes with a network of their own, as samplers have. A version has reached them when each has it in
-host memory, by broadcast while rank 0 publishes or from its files afterwards. The pause is the copy into the network
+staging memory, by broadcast while rank 0 publishes or from its files afterwards. The pause is the copy into the network
 alone, in processor time of one thread; it is compared with a bare copy of as many bytes into the same network.
 
 All processes share the cores of this machine, so four receivers also take four times the processor time of one. On
@@ -12,13 +12,13 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-import zlib
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
+import xxhash
 from report import Bar, print_table
 from torch import Tensor
 
@@ -36,8 +36,10 @@ START_S = 300.0
 
 
 def digest(model: Transformer) -> int:
-    tensors = model.state_dict().values()
-    return zlib.crc32(b"".join(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors))
+    found = xxhash.xxh3_64()
+    for tensor in model.state_dict().values():
+        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.intdigest()
 
 
 def receive(pipe: Connection, folder: Path, address: Path | None) -> None:
@@ -45,12 +47,15 @@ def receive(pipe: Connection, folder: Path, address: Path | None) -> None:
     torch.set_num_threads(1)
     model, loaded = load_model(folder), folder
     receiver = None if address is None else Receiver(address)
+    if receiver is not None:
+        receiver.start(model)
     pipe.send("ready")
     while (found := pipe.recv()) is not None:
         version, path = found
-        images: Mapping[str, Tensor] = {} if receiver is None else receiver.take(version)
-        staged = Staged(model, open_source(path, images), loaded)
-        pipe.send(bool(images))
+        arrival = None if receiver is None else receiver.take(version)
+        arrived = {} if arrival is None else arrival.staged(path)
+        staged = Staged(model, open_source(path), loaded, arrived)
+        pipe.send(bool(arrived))
         pipe.recv()  # all replicas are ready
         started_s = time.thread_time()
         staged.fill(model, loaded)
@@ -59,6 +64,8 @@ def receive(pipe: Connection, folder: Path, address: Path | None) -> None:
         copies = {name: tensor.clone() for name, tensor in state.items()}
         copy_s = min(timed_copy(copies, state) for _ in range(NUM_COPIES))
         pipe.send((digest(model), pause_s, copy_s))
+    if receiver is not None:
+        receiver.stop()
 
 
 @torch.no_grad()
@@ -100,10 +107,11 @@ def replicate(
             pipe.send((PolicyVersion("run", step + 1, store.branch), path))
         came = [pipe.recv() for pipe in pipes]
         passed_s = time.perf_counter() - started_s
+        published = digest(model)
         for pipe in pipes:
             pipe.send("copy")
             found, pause_s, copy_s = pipe.recv()  # one after another: they would slow each other down
-            num_different += found != digest(model)
+            num_different += found != published
             if step:  # the first forms the group
                 pauses_s.append(pause_s)
                 copies_s.append(copy_s)

@@ -29,7 +29,7 @@ from m2forge.model.transformer import Transformer
 from m2forge.protocols import Prompt
 from m2forge.records import PolicyVersion, Sampling
 from m2forge.rollout.config import RolloutConfig
-from m2forge.rollout.core import Core, no_files
+from m2forge.rollout.core import Core
 from m2forge.rollout.engine import NativeEngine
 from m2forge.rollout.server.app import SWITCH_S
 from m2forge.weights.collective import LOCAL, Receiver, Sender, broadcast, dist, join_group
@@ -47,11 +47,10 @@ def sample(pipe: Connection, folder: Path, address: Path | None) -> None:
 
 async def _sample(pipe: Connection, folder: Path, address: Path | None) -> None:
     sys.setswitchinterval(SWITCH_S)  # as a sampler's server does
-    receiver = None if address is None else Receiver(address, pinned=True)
+    receiver = None if address is None else Receiver(address)
     model = load_model(folder, device="cuda")
     config = RolloutConfig(num_blocks=2048, max_running=NUM_REQUESTS)
-    take = no_files if receiver is None else receiver.take
-    engine = NativeEngine(Core(model, config, PolicyVersion("run", 0), received=take))
+    engine = NativeEngine(Core(model, config, PolicyVersion("run", 0), broadcasts=receiver))
     first_s: dict[int, float] = {}
 
     async def decode(index: int) -> None:
