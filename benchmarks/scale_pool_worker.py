@@ -1,8 +1,8 @@
 """A process of `scale.py --part pool`: opens the pool, does its work once, prints `ready`, waits for a line, works,
 reports. What a process does first compiles its statements, which costs more than the statements themselves.
 
-write     agents of one process record attempts through a PoolWriter, in one of two ways: every call as it is made
-          (`append`), or all calls with the end of the attempt (`end`), as the loop and its agent hosts do
+write     agents of one process record attempts through a PoolWriter of an agent host's niceness, in one of two ways:
+          every call as it is made (`append`), or all calls with the end of the attempt (`end`), as agent hosts do
 judge     rewards groups once they are complete, as the loop does
 train     claims, reads and commits batches, as the trainer does
 
@@ -23,7 +23,7 @@ from typing import Literal, TypeVar
 from sqlalchemy import select
 
 from m2forge.pool.config import PoolConfig
-from m2forge.pool.pool import Pool, PoolWriter
+from m2forge.pool.pool import HOST_NICENESS, Pool, PoolWriter
 from m2forge.pool.queue import read_queue
 from m2forge.pool.record import Rewarding
 from m2forge.pool.stored import Lease, Outcome, StoredCall
@@ -79,7 +79,7 @@ async def write(work: Work, pool: Pool) -> None:
     num_stored = 0
     times_s: list[float] = []
     leased: list[Lease] = []
-    async with PoolWriter(pool) as writer:
+    async with PoolWriter(pool, HOST_NICENESS) as writer:
         leasing = asyncio.Lock()
 
         async def take() -> Lease | None:

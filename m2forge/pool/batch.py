@@ -222,10 +222,10 @@ def _queued(num_tokens: ColumnElement[int]) -> Select[Any]:
 
 
 def _unit_tokens() -> ColumnElement[int]:
-    """Tokens of a finished unit."""
+    """Tokens of a finished unit; they are added up only where an earlier version finished it."""
     unit, episode = unit_table.c, episode_table.c
     total = select(func.coalesce(func.sum(episode.num_tokens), 0)).where(episode.unit == unit.id).scalar_subquery()
-    return case((unit.state == UnitState.READY, cast(total, BigInteger)), else_=0)
+    return case((unit.state == UnitState.READY, func.coalesce(unit.num_tokens, cast(total, BigInteger))), else_=0)
 
 
 _QUEUED, _QUEUED_WITH_TOKENS = _queued(literal(0)), _queued(_unit_tokens())

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy import Connection, Engine, Select, Table, create_engine, event, insert, make_url, text, update
+from sqlalchemy import Connection, Engine, Row, Select, Table, create_engine, event, insert, make_url, text, update
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine.interfaces import DBAPIConnection, DBAPICursor
 from sqlalchemy.exc import DBAPIError, NoSuchModuleError, OperationalError
@@ -52,7 +52,7 @@ _NOT_READY = ("57P03", "53300")
 _TRANSACTION, _LAST = "m2forge_transaction", "m2forge_last"
 """Keys under which a connection holds its transaction's number, if it was read before the end, and its last statement,
 if that is sent with COMMIT."""
-_DIVISION_BY_ZERO = "22012"
+_DIVISION_BY_ZERO, _UNIQUE_VIOLATION = "22012", "23505"
 _ADD_CALLS = insert(call_table)
 _NUMBER = "SELECT txid_current_if_assigned()"
 _COPY_CALLS = "COPY call (episode, attempt, ordinal, data) FROM STDIN (FORMAT BINARY)"
@@ -70,7 +70,7 @@ class ConnectionLostError(PoolError):
 
 
 class ChangedError(M2ForgeError):
-    """A row that the last statement of a transaction relies on has changed; nothing of the transaction is stored."""
+    """A row that a transaction's last or only statement relies on has changed; nothing of the transaction is stored."""
 
 
 class Database:
@@ -106,6 +106,7 @@ class Database:
         except OSError as error:
             raise PoolError(f"{self.display_url}: its folder cannot be created ({error.strerror})") from error
         self._writing: Engine = self.engine.execution_options(m2forge_writes=True)
+        self._alone: Engine = self.engine.execution_options(isolation_level="AUTOCOMMIT")
 
     @contextmanager
     def write(self, *, is_idempotent: bool = False) -> Iterator[Connection]:
@@ -127,6 +128,17 @@ class Database:
         self._num_writes += 1
         if self.is_sqlite and self._num_writes % _BOUND_LOG_EVERY == 0:
             self.bound_log()
+
+    def execute_alone(self, statement: str, values: Mapping[str, object]) -> Row[Any]:
+        """The row of a statement that is a transaction of its own, in one round trip to PostgreSQL; it may be repeated
+        after it has committed. Raises `ChangedError` if it divides by zero, or adds a row that is already there."""
+        with self._named(), self._alone.connect() as connection:
+            try:
+                return connection.exec_driver_sql(statement, dict(values)).one()
+            except DBAPIError as error:
+                if getattr(error.orig, "sqlstate", None) in (_DIVISION_BY_ZERO, _UNIQUE_VIOLATION):
+                    raise ChangedError("a row is not in the expected state") from error
+                raise
 
     @contextmanager
     def read(self) -> Iterator[Connection]:

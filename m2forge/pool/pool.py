@@ -18,15 +18,16 @@ shares a pool opens it itself. Methods block; asyncio code uses `PoolWriter`.
 import asyncio
 import logging
 import os
+import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
 from typing import Concatenate, Generic, ParamSpec, Self, TypeVar
 
-from sqlalchemy import Connection, and_, delete, func, insert, literal_column, make_url, or_, select
+from sqlalchemy import Connection, and_, delete, func, insert, inspect, literal_column, make_url, or_, select, text
 
 from m2forge.errors import ConfigError, M2ForgeError
 from m2forge.pool import batch as batches
@@ -55,6 +56,10 @@ from m2forge.records import PolicyVersion, Reward, Task
 
 MAX_AT_ONCE = 512
 """Maximum calls, or attempts, per transaction, so that other transactions get their turn."""
+MAX_ALONE_BYTES = 16 << 20
+"""Maximum data of calls in one statement; more is copied to the server in a transaction of several."""
+HOST_NICENESS = 7
+"""Niceness of the thread in which an agent host stores attempts: the trainer's next batch does not wait for them."""
 _EXPIRED_AT_ONCE = 256
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -88,6 +93,10 @@ def _refuse_other_pool(database: Database, connection: Connection, vocab_size: i
         stored = getattr(row, name)
         if stored != expected:
             raise ConfigError(f"{database.display_url}: its {name} is {stored}, expected {expected}; use another pool")
+
+
+def _has_tokens(connection: Connection) -> bool:
+    return any(column["name"] == "num_tokens" for column in inspect(connection).get_columns(unit_table.name))
 
 
 def _repeated(
@@ -128,11 +137,12 @@ class Pool:
     def _set_up(self) -> None:
         # Most processes find the tables, and then do not wait for the writer.
         with self.database.read() as connection:
-            # A pool created by an earlier version lacks only the last table.
+            # A pool created by an earlier version lacks only the last table, and a column.
             is_created = all(
                 connection.dialect.has_table(connection, table.name) for table in (queue_table, fork_table)
             )
-        if not is_created:
+            is_complete = is_created and _has_tokens(connection)
+        if not is_complete:
             self._make_tables()
         with self.database.read() as connection:
             _refuse_other_pool(self.database, connection, self.vocab_size)
@@ -142,6 +152,8 @@ class Pool:
             self.database.lock_schema(connection)
             fork_table.create(connection, checkfirst=True)
             if connection.dialect.has_table(connection, queue_table.name):
+                if not _has_tokens(connection):
+                    connection.execute(text(f"ALTER TABLE {unit_table.name} ADD COLUMN num_tokens BIGINT"))
                 return
             metadata.create_all(connection)
             self.database.tune(connection)
@@ -280,12 +292,19 @@ class Pool:
         if not appends:
             return []
         try:
+            if self._stands_alone(item.call for item in appends):
+                record.append_alone(self.database, appends)
+                return [None] * len(appends)
             with self.database.write(is_idempotent=True) as connection:
                 record.append_all(connection, appends)
         except record.SomeRefused:
             with self.database.write(is_idempotent=True) as connection:
                 return record.append_each(connection, appends)
         return [None] * len(appends)
+
+    def _stands_alone(self, calls: Iterable[StoredCall]) -> bool:
+        """Whether calls are stored by one statement, which holds a second copy of them."""
+        return not self.database.is_sqlite and sum(len(call.data) for call in calls) <= MAX_ALONE_BYTES
 
     @_repeated
     def finish(self, lease: Lease, outcome: Outcome) -> None:
@@ -298,6 +317,8 @@ class Pool:
         """Store the calls and outcomes of several attempts; returns for each whether its unit may now be complete and
         wait for a reward, or the error that refused it."""
         try:
+            if self._stands_alone(call for ending in endings for call in ending.calls):
+                return [*record.end_alone(self.database, endings, None if self._clock is None else self._clock())]
             with self.database.write(is_idempotent=True) as connection:
                 return [*record.end_all(connection, endings, self._now_s(connection))]
         except record.SomeRefused:
@@ -562,6 +583,12 @@ class _Gathering(Generic[Item, T]):
                 future.set_result(answer)
 
 
+def _lower_priority(niceness: int) -> None:
+    """Lowers the priority of this thread alone, as Linux allows."""
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + niceness))
+
+
 class PoolWriter:
     """Asyncio access to a pool: calls of many agents in, few transactions out.
 
@@ -575,9 +602,11 @@ class PoolWriter:
     never blocks, and the more agents there are, the more calls share a transaction and its disk sync.
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, niceness: int = 0) -> None:
+        """`niceness`: added to that of the thread. Not on SQLite, where everybody else waits for a writer."""
         self._pool = pool
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pool")
+        lower = None if pool.database.is_sqlite or not niceness else partial(_lower_priority, niceness)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pool", initializer=lower)
         self._appends: _Gathering[Append, None] = _Gathering(lambda items: self.run(pool.append, items))
         self._endings: _Gathering[Ending, bool] = _Gathering(lambda items: self.run(pool.end, items))
 

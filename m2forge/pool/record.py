@@ -2,15 +2,18 @@
 caller passes the transaction in which these functions run.
 
 `end_all` stores complete attempts, several at a time, and `reward_unit` rewards all attempts of a unit: a statement
-costs about as much for all of them as for one.
+costs about as much for all of them as for one. On PostgreSQL `end_alone` and `append_alone` do what `end_all` and
+`append_all` do, in one statement that is a transaction of its own: each round trip to the server costs both sides more
+than the work that it asks for, and on a saturated machine waits for a core twice.
 """
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
+from typing import Any
 
 from sqlalchemy import (
     BindParameter,
@@ -28,7 +31,7 @@ from sqlalchemy import (
 
 from m2forge.errors import M2ForgeError, RecordError
 from m2forge.pool.config import PoolConfig
-from m2forge.pool.dialect import add_calls
+from m2forge.pool.dialect import ChangedError, Database, add_calls
 from m2forge.pool.lifecycle import (
     DropReason,
     EpisodeState,
@@ -104,6 +107,62 @@ _REWARD = _rewarding()
 _COUNT_DOWN = _counting_down()
 
 
+_STORING = """
+    added AS MATERIALIZED (
+        SELECT * FROM json_to_recordset(CAST(%(rows)s AS json)) AS added(
+            of_episode bigint, of_attempt integer, first integer,
+            added_calls integer, added_tokens bigint, added_bytes bigint, added_step integer,
+            at_s double precision, new_failure text, new_artifacts text
+        )
+    ), episodes AS MATERIALIZED (
+        SELECT id FROM episode WHERE id = ANY(ARRAY(SELECT of_episode FROM added {after})) ORDER BY id FOR UPDATE
+    ), moved AS (
+        UPDATE episode SET
+            num_calls = num_calls + coalesce(added_calls, 0),
+            num_tokens = num_tokens + coalesce(added_tokens, 0),
+            num_bytes = num_bytes + coalesce(added_bytes, 0),
+            oldest_step = CASE WHEN added_step IS NULL THEN oldest_step
+                ELSE least(oldest_step, added_step, (SELECT step FROM fork)) END
+            {ending}
+        FROM added
+        WHERE id = of_episode AND id = ANY(ARRAY(SELECT id FROM episodes))
+            AND attempt = of_attempt AND state = 'running' AND num_calls = coalesce(first, num_calls)
+        RETURNING id
+    ), stored AS (
+        INSERT INTO call (episode, attempt, ordinal, data)
+        SELECT episode, attempt, ordinal, substring(CAST(%(data)b AS bytea) FROM first_byte FOR num_bytes)
+        FROM json_to_recordset(CAST(%(calls)s AS json)) AS made(
+            episode bigint, attempt integer, ordinal integer, first_byte integer, num_bytes integer
+        )
+    )
+"""
+_APPEND_ALONE = f"""
+    WITH {_STORING.format(after="", ending="")}
+    SELECT 1 / CAST((SELECT count(*) FROM moved) = %(num_rows)s AS integer)
+"""
+_LOCKED_UNITS = "WHERE (SELECT count(*) FROM units) = %(num_units)s"
+_ENDED = """,
+            state = 'finished', lease_until_s = NULL, failure = new_failure, artifacts = new_artifacts,
+            finished_s = coalesce(at_s, extract(epoch FROM clock_timestamp()))
+"""
+_END_ALONE = f"""
+    WITH counted AS MATERIALIZED (
+        SELECT * FROM json_to_recordset(CAST(%(counts)s AS json)) AS counted(of_unit bigint, num_ended integer)
+    ), units AS MATERIALIZED (
+        SELECT id FROM unit WHERE id = ANY(ARRAY(SELECT of_unit FROM counted)) ORDER BY place, id FOR UPDATE
+    ), {_STORING.format(after=_LOCKED_UNITS, ending=_ENDED)}, counted_down AS (
+        UPDATE unit SET num_unfinished = num_unfinished - num_ended
+        FROM counted
+        WHERE id = of_unit AND id = ANY(ARRAY(SELECT id FROM units))
+        RETURNING id, num_unfinished
+    )
+    SELECT
+        1 / CAST((SELECT count(*) FROM moved) = %(num_rows)s AS integer),
+        ARRAY(SELECT id FROM counted_down WHERE num_unfinished = 0)
+"""
+"""Both divide by zero if an attempt is not in the expected state."""
+
+
 @dataclass(frozen=True, slots=True)
 class Append:
     lease: Lease
@@ -139,12 +198,23 @@ def _runs(appends: Sequence[Append]) -> list[list[int]]:
 
 def append_all(connection: Connection, appends: Sequence[Append]) -> None:
     """Store calls of several attempts at once; raises `SomeRefused`."""
-    runs = [[appends[index] for index in run] for run in _runs(appends)]
-    if not all(_is_consecutive(run) for run in runs):
-        raise SomeRefused
+    runs = _consecutive_runs(appends)
     if runs and connection.execute(_EXTEND, [_numbers(run) for run in runs]).rowcount != len(runs):
         raise SomeRefused
     add_calls(connection, [_row(item) for run in runs for item in run])
+
+
+def append_alone(database: Database, appends: Sequence[Append]) -> None:
+    """As `append_all`."""
+    runs = _consecutive_runs(appends)
+    _execute_alone(database, _APPEND_ALONE, [_numbers(run) for run in runs], runs)
+
+
+def _consecutive_runs(appends: Sequence[Append]) -> list[list[Append]]:
+    runs = [[appends[index] for index in run] for run in _runs(appends)]
+    if not all(map(_is_consecutive, runs)):
+        raise SomeRefused
+    return runs
 
 
 def append_each(connection: Connection, appends: Sequence[Append]) -> list[M2ForgeError | None]:
@@ -194,6 +264,29 @@ def _numbers(run: Sequence[Append]) -> dict[str, int | None]:
     }
 
 
+def _execute_alone(
+    database: Database,
+    statement: str,
+    rows: Sequence[Mapping[str, object]],
+    runs: Sequence[Sequence[Append]],
+    **values: object,
+) -> Sequence[Any]:
+    """Execute one of the statements above. Numbers and texts travel as JSON, whose type never changes, so that the
+    server plans the statement once."""
+    calls, first_byte = [], 1
+    for item in chain.from_iterable(runs):
+        lease, num_bytes = item.lease, len(item.call.data)
+        keys = {"episode": lease.episode, "attempt": lease.attempt, "ordinal": item.call.ordinal}
+        calls.append({**keys, "first_byte": first_byte, "num_bytes": num_bytes})
+        first_byte += num_bytes
+    values |= {"rows": json.dumps(rows), "num_rows": len(rows), "calls": json.dumps(calls)}
+    values["data"] = b"".join(item.call.data for item in chain.from_iterable(runs))
+    try:
+        return database.execute_alone(statement, values)
+    except ChangedError as error:
+        raise SomeRefused from error
+
+
 def _row(item: Append) -> tuple[int, int, int, bytes]:
     return item.lease.episode, item.lease.attempt, item.call.ordinal, item.call.data
 
@@ -219,19 +312,15 @@ def end_each(
 
 def end_all(connection: Connection, endings: Sequence[Ending], now_s: float) -> list[bool]:
     """Store all attempts at once; returns for each whether its unit is now complete. Raises `SomeRefused`."""
-    if any(ending.outcome.reward is not None for ending in endings):
-        raise SomeRefused
-    order = sorted(endings, key=lambda ending: ending.lease.episode)
-    runs = [[Append(ending.lease, call) for call in ending.calls] for ending in order]
+    rows, runs = _end_rows(endings, now_s)
     num_ended = Counter(ending.lease.unit for ending in endings)
     unit = unit_table.c
     units = select(unit.id, unit.num_unfinished).where(unit.id.in_(num_ended)).order_by(unit.place, unit.id)
     num_remaining = {
         row.id: row.num_unfinished - num_ended[row.id] for row in connection.execute(units.with_for_update())
     }
-    if len(num_remaining) != len(num_ended) or not all(_is_consecutive(run) for run in runs):
+    if len(num_remaining) != len(num_ended):
         raise SomeRefused
-    rows = [_end_row(ending, now_s) | (_numbers(run) if run else {}) for ending, run in zip(order, runs, strict=True)]
     for statement, chosen in (
         (_EXTEND_AND_END, [row for row in rows if "first" in row]),
         (_END, [row for row in rows if "first" not in row]),
@@ -241,6 +330,25 @@ def end_all(connection: Connection, endings: Sequence[Ending], now_s: float) -> 
     add_calls(connection, [_row(item) for run in runs for item in run])
     connection.execute(_COUNT_DOWN, [{"of_unit": id, "num_ended": num} for id, num in sorted(num_ended.items())])
     return [num_remaining[ending.lease.unit] == 0 for ending in endings]
+
+
+def end_alone(database: Database, endings: Sequence[Ending], now_s: float | None) -> list[bool]:
+    """As `end_all`; the time is the database's if `now_s` is None."""
+    rows, runs = _end_rows(endings, now_s)
+    num_ended = Counter(ending.lease.unit for ending in endings)
+    counts = [{"of_unit": unit, "num_ended": num} for unit, num in num_ended.items()]
+    _, complete = _execute_alone(database, _END_ALONE, rows, runs, counts=json.dumps(counts), num_units=len(counts))
+    return [ending.lease.unit in complete for ending in endings]
+
+
+def _end_rows(endings: Sequence[Ending], now_s: float | None) -> tuple[list[dict[str, object]], list[list[Append]]]:
+    """What each attempt changes in its episode, and its calls, by episode."""
+    order = sorted(endings, key=lambda ending: ending.lease.episode)
+    runs = [[Append(ending.lease, call) for call in ending.calls] for ending in order]
+    if any(ending.outcome.reward is not None for ending in order) or not all(map(_is_consecutive, runs)):
+        raise SomeRefused
+    rows = [_end_row(ending, now_s) | (_numbers(run) if run else {}) for ending, run in zip(order, runs, strict=True)]
+    return rows, runs
 
 
 def _end_one(connection: Connection, config: PoolConfig, ending: Ending, now_s: float) -> None:
@@ -259,7 +367,7 @@ def _is_over(connection: Connection, lease: Lease) -> bool:
     return connection.execute(select(episode.id).where(*current)).first() is not None
 
 
-def _end_row(ending: Ending, now_s: float) -> dict[str, object]:
+def _end_row(ending: Ending, now_s: float | None) -> dict[str, object]:
     return {
         "of_episode": ending.lease.episode,
         "of_attempt": ending.lease.attempt,
@@ -366,13 +474,14 @@ def _settle(connection: Connection, config: PoolConfig, unit_id: int) -> None:
     unit, episode = unit_table.c, episode_table.c
     row = connection.execute(select(unit_table).where(unit.id == unit_id)).one()
     totals = (func.min(episode.reward_total), func.max(episode.reward_total))
-    query = select(*totals, func.min(episode.oldest_step), func.sum(episode.num_bytes)).where(episode.unit == unit_id)
-    least, most, oldest_step, num_bytes = connection.execute(query).one()
+    sums = (func.sum(episode.num_bytes), func.sum(episode.num_tokens))
+    query = select(*totals, func.min(episode.oldest_step), *sums).where(episode.unit == unit_id)
+    least, most, oldest_step, num_bytes, num_tokens = connection.execute(query).one()
     is_flat = row.size > 1 and most - least <= config.window.signal_spread
     if is_flat and config.window.no_signal == "skip" and row.num_skips < config.window.max_skips:
         drop_group(connection, config, row.group_name, DropReason.NO_SIGNAL)
     elif row.origin == Origin.DEPLOYED and not config.admit_deployed:
         drop_group(connection, config, row.group_name, DropReason.NOT_ADMITTED)
     else:
-        values = {"oldest_step": oldest_step, "num_bytes": num_bytes}
+        values = {"oldest_step": oldest_step, "num_bytes": num_bytes, "num_tokens": num_tokens}
         move_units(connection, UnitState.READY, unit.id == unit_id, unit.state == UnitState.OPEN, **values)

@@ -83,6 +83,7 @@ unit_table = Table(
     Column("lineage", String),
     Column("step", Integer, comment="policy step that it trained, or the step at which it was dropped"),
     Column("num_bytes", BigInteger, nullable=False),
+    Column("num_tokens", BigInteger, comment="tokens of its episodes, set when it is ready; NULL in earlier versions"),
     Index("unit_by_step", "state", "step", "num_bytes"),
 )
 # A partial index: to the query planner an index that includes trained units looks as good, but it is slower.

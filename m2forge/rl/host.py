@@ -28,7 +28,7 @@ from m2forge.files import write_atomic
 from m2forge.gateway.episodes.closed_journal import journal_ids
 from m2forge.model.config_file import read_config
 from m2forge.model.hub import find_folder
-from m2forge.pool.pool import Pool, PoolWriter
+from m2forge.pool.pool import HOST_NICENESS, Pool, PoolWriter
 from m2forge.rl.attempts import (
     Attempts,
     Leasing,
@@ -74,7 +74,7 @@ async def _run(layout: Layout, config: RLConfig, name: str, keys: Sequence[str])
                 open_gateways(config, urls, keys) as gateways,
                 open_agent(config.agent, layout.agents / name, format) as agent,
                 open_tasks(config, layout.run_dir / "verify" / name) as tasks,
-                PoolWriter(pool) as writer,
+                PoolWriter(pool, HOST_NICENESS) as writer,
             ):
                 await writer.run(pool.release, name)
                 journals = layout.journals(config.cluster)

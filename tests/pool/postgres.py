@@ -102,8 +102,8 @@ class Server:
 
 
 @contextmanager
-def restartable_server(*, syncs: bool = True) -> Iterator[Server]:
-    """`syncs`: whether it waits for the disk, as it should."""
+def restartable_server(*settings: str, syncs: bool = True) -> Iterator[Server]:
+    """`settings`: NAME=VALUE. `syncs`: whether it waits for the disk, as it should."""
     programs = find_programs()
     assert programs is not None, "no PostgreSQL here; find_programs() looks for one"
     user = "nobody" if os.geteuid() == 0 else None
@@ -125,10 +125,10 @@ def restartable_server(*, syncs: bool = True) -> Iterator[Server]:
             folder / "data",
         ]
         subprocess.run(initdb, user=user, cwd=folder, check=True, capture_output=True, timeout=START_S)
-        settings = ["listen_addresses=", f"unix_socket_directories={folder}", "max_connections=60"]
-        settings += [] if syncs else ["fsync=off"]
+        own = ["listen_addresses=", f"unix_socket_directories={folder}", "max_connections=60"]
+        own += [] if syncs else ["fsync=off"]
         url = f"postgresql://postgres@/postgres?host={folder}&port={_PORT}"
-        server = Server(url, folder, programs, user, tuple(settings))
+        server = Server(url, folder, programs, user, (*own, *settings))
         server.start()
         yield server
     finally:

@@ -1,7 +1,7 @@
 """What the trainer gets and what it does not: groups given up, versions, weights that are restored, retention."""
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, text
 
 from m2forge.pool.config import PoolConfig, RetentionConfig
 from m2forge.pool.lifecycle import DropReason, StateError
@@ -224,13 +224,24 @@ def test_tokens_of_a_lost_version_count_from_their_branch_point(config: PoolConf
         assert pool.tally().total(stale) == num_returned + len(lost) - 1
 
 
-def test_a_pool_of_before_gets_the_table_that_it_lacks(config: PoolConfig) -> None:
+def test_a_pool_of_before_gets_what_it_lacks(config: PoolConfig) -> None:
     with Pool(config, VOCAB_SIZE) as pool:
-        pool.put([(task(0), 1)])
+        pool.put([(task(0), 2), (task(1), 2), (task(2), 2)])
+        for lease in pool.lease("worker", 4):
+            play(pool, lease, float(lease.episode % 2))
         with pool.database.write() as connection:
             fork_table.drop(connection)
+            connection.execute(text("ALTER TABLE unit DROP COLUMN num_tokens"))
     with Pool(config, VOCAB_SIZE) as pool:
-        assert play_all(pool) == 1
+        assert play_all(pool) == 2
+        with pool.database.read() as connection:
+            unit = unit_table.c
+            num_tokens = connection.execute(select(unit.num_tokens).order_by(unit.id)).scalars().all()
+        assert [num is None for num in num_tokens] == [True, True, False]
+        # The first two are counted when they are claimed.
+        claimed = pool.claim_within(2 * num_tokens[-1], 3, version(0))
+        assert claimed is not None
+        assert len(claimed.units) == 2
 
 
 def read_all(pool: Pool) -> list[StoredUnit]:

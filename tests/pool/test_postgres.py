@@ -1,21 +1,38 @@
 """What only PostgreSQL needs watching for: it chooses by what it has counted how it finds rows."""
 
+import contextlib
+import itertools
+import random
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 import pytest
-from sqlalchemy import Connection, event, select, text
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sqlalchemy import Connection, event, insert, select, text
 
 from m2forge.pool import batch as batches
 from m2forge.pool.batch import Claim
 from m2forge.pool.config import PoolConfig
-from m2forge.pool.lifecycle import UnitState
+from m2forge.pool.lifecycle import LeaseLostError, UnitState
 from m2forge.pool.pool import Pool
 from m2forge.pool.queue import QueueRow, UnitRow
-from m2forge.pool.tables import batch_table, episode_table, queue_table, unit_table
+from m2forge.pool.record import Append, Ending
+from m2forge.pool.stored import Lease, Outcome
+from m2forge.pool.tables import (
+    QUEUE_ID,
+    batch_table,
+    call_table,
+    episode_table,
+    fork_table,
+    queue_table,
+    unit_table,
+)
 from tests.pool.postgres import fresh_database
-from tests.pool.scene import VOCAB_SIZE, Clock, play_all, task, version
+from tests.pool.scene import VOCAB_SIZE, Clock, calls, play_all, task, version
 
+_numbers = itertools.count()
 NUM_TRAINED = NUM_QUEUED = 5000
 
 
@@ -104,3 +121,84 @@ def test_a_claim_in_two_round_trips_is_that_of_ten(
 
     monkeypatch.setattr(batches, "_take_at_end", take)
     assert quick == claimed_by_turns(server_url, change)
+
+
+def stored(url: str, seed: int) -> list[object]:
+    """Attempts that append calls, end, lose their lease or repeat themselves, at random; answers and tables."""
+    draw = random.Random(seed)
+    found: list[object] = []
+    with Pool(PoolConfig(url=url), VOCAB_SIZE, clock=Clock()) as pool:
+        pool.put([(task(n), draw.randint(1, 4)) for n in range(4)])
+        leases = pool.lease("worker", 16)
+        with pool.database.write() as connection:
+            connection.execute(insert(fork_table).values(id=QUEUE_ID, step=1))
+        encoders = {lease.name: lease.writer(VOCAB_SIZE) for lease in leases}
+        made = {
+            lease.name: [encoders[lease.name].write(call) for call in calls(n, 4, step=draw.randrange(3))]
+            for n, lease in enumerate(leases)
+        }
+        for _ in range(8):
+            chosen, appends, endings = draw.sample(leases, draw.randint(1, len(leases))), [], []
+            for lease in chosen:
+                first = draw.randrange(3)
+                new = made[lease.name][first : first + draw.randint(0, 3)]
+                if draw.random() < 0.5:
+                    appends += [Append(lease, call) for call in new]
+                else:
+                    endings.append(Ending(lease, tuple(new), Outcome(draw.choice([None, "late"]), {"a": lease.name})))
+            if draw.random() < 0.3:
+                failed = draw.choice(leases)
+                with contextlib.suppress(LeaseLostError):
+                    pool.fail(failed, "broken")
+            answers: list[object] = [*pool.append(appends), *(pool.end(endings) if endings else ())]
+            found.append([repr(answer) for answer in answers])
+        with pool.database.read() as connection:
+            for table in (unit_table, episode_table, call_table):
+                rows = connection.execute(select(table).order_by(*table.primary_key))
+                found.append([{**row._mapping} for row in rows])
+    return found
+
+
+@given(st.integers(0, 1 << 30))
+@settings(max_examples=settings().max_examples // 2)
+def test_one_statement_stores_what_several_do(server_url: str, seed: int) -> None:
+    with fresh_database(server_url, f"alone{next(_numbers)}") as url:
+        alone = stored(url, seed)
+    with pytest.MonkeyPatch.context() as patch, fresh_database(server_url, f"several{next(_numbers)}") as url:
+        patch.setattr("m2forge.pool.pool.MAX_ALONE_BYTES", -1)
+        assert stored(url, seed) == alone
+
+
+@pytest.mark.parametrize("num_attempts", [1, 12])
+def test_attempts_are_stored_in_one_round_trip(server_url: str, num_attempts: int) -> None:
+    statements: list[str] = []
+    with fresh_database(server_url, "trips") as url, Pool(PoolConfig(url=url), VOCAB_SIZE) as pool:
+        pool.put([(task(n), 1) for n in range(num_attempts)])
+        leases = pool.lease("worker", num_attempts)
+        event.listen(pool.database.engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
+        event.listen(pool.database.engine, "commit", lambda connection: statements.append("COMMIT"))
+        first = [lease.writer(VOCAB_SIZE).write(calls(0, 1)[0]) for lease in leases]
+        assert pool.append([Append(*item) for item in zip(leases, first, strict=True)]) == [None] * num_attempts
+        assert len(statements) == 1
+        assert pool.end([Ending(lease, (), Outcome()) for lease in leases]) == [True] * num_attempts
+        assert len(statements) == 2
+
+
+def test_of_two_processes_one_finds_a_unit_complete(server_url: str) -> None:
+    """Either waits for the other's lock and then sees what the other stored."""
+    num_units = 40
+    with (
+        fresh_database(server_url, "last") as url,
+        Pool(PoolConfig(url=url), VOCAB_SIZE) as one,
+        Pool(PoolConfig(url=url), VOCAB_SIZE) as other,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        one.put([(task(n), 2) for n in range(num_units)])
+        leases = one.lease("worker", 2 * num_units)
+
+        def end(pool: Pool, mine: list[Lease]) -> int:
+            return sum(pool.end([Ending(lease, (), Outcome())])[0] is True for lease in mine)
+
+        ended = [threads.submit(end, one, leases[::2]), threads.submit(end, other, leases[1::2])]
+        assert sum(each.result() for each in ended) == num_units
+        assert len(one.unjudged(num_units + 1)) == num_units

@@ -1,6 +1,8 @@
 """A pool from asyncio: calls of many agents share transactions, and one that is refused does not disturb the others."""
 
 import asyncio
+import os
+import threading
 from unittest import mock
 
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.dialect import PoolError
 from m2forge.pool.lifecycle import LeaseLostError
-from m2forge.pool.pool import Pool, PoolWriter
+from m2forge.pool.pool import HOST_NICENESS, Pool, PoolWriter
 from m2forge.pool.stored import Lease, Outcome
 from tests.pool.scene import VOCAB_SIZE, calls, reward, task, version
 
@@ -51,6 +53,23 @@ def test_an_attempt_that_lost_its_episode_ends_alone(config: PoolConfig) -> None
     with Pool(config, VOCAB_SIZE) as pool:
         pool.put([(task(), 2)])
         asyncio.run(main(pool))
+
+
+def test_the_thread_of_a_host_yields_to_the_trainer(config: PoolConfig) -> None:
+    """On SQLite, whose other users wait for the writer, it does not."""
+
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    async def main(pool: Pool) -> int:
+        async with PoolWriter(pool, HOST_NICENESS) as writer:
+            return await writer.run(niceness)
+
+    with Pool(config, VOCAB_SIZE) as pool:
+        before = niceness()
+        expected = before if pool.database.is_sqlite else min(19, before + HOST_NICENESS)
+        assert asyncio.run(main(pool)) == expected
+        assert niceness() == before
 
 
 def test_what_waits_is_stored_before_a_writer_closes(config: PoolConfig) -> None:
