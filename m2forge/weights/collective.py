@@ -69,6 +69,8 @@ PROBE_S = 5.0
 """Timeout of connecting to rank 0, before a store does, which would retry for long and log every retry."""
 BUCKET_S = 60.0
 """Timeout of one bucket: a sampler that hangs fails the broadcast after this."""
+READ_S = 1.0
+"""Seconds after which a sampler that waits for the sender looks whether it has gone on."""
 FILE_S = 600.0
 """Timeout of waiting for the next file, which its rank may still have to compute and write."""
 BUCKET_BYTES = 1 << 24
@@ -247,7 +249,8 @@ class Sender:
             self._grouped, number = self._known.copy(), self._number
         else:
             (number,) = held
-        self._set(f"group/{self._number}", {"number": number, "samplers": self._grouped})
+        group = {"number": number, "samplers": self._grouped, "num_members": self._num_members}
+        self._set(f"group/{self._number}", group)
         for old in (f"offer/{self._number - 2}", f"group/{self._number - 2}"):
             self._store.delete_key(old)
 
@@ -341,18 +344,19 @@ class _Membership:
         self._meeting, self._note, self._is_stopped, self._model = meeting, note, is_stopped, model
         self._store, self._host = meeting.connect()
         self._groups: tuple[int, list[Group]] | None = None
-        self._id = ""
+        self._id, self._index = "", 0
 
     def follow(self) -> None:
         """Take part until the trainer's store is unreachable, which raises."""
-        seen = self._store.add("number", 0)
+        seen = 0  # an offer that is open has found this sampler, if it registers before the sender looks
         self._register()
         while not self._is_stopped():
             if (number := self._store.add("number", 0)) == seen:
                 time.sleep(POLL_S)
                 continue
             seen = number
-            offer = json.loads(self._store.get(f"offer/{number}"))
+            if (offer := self._read("offer", number)) is None:
+                continue
             self._note(PolicyVersion(**offer["version"]))
             arrival: Arrival | None = None
             try:
@@ -360,18 +364,30 @@ class _Membership:
             finally:
                 self._note(None, arrival)
 
+    def _read(self, kind: str, number: int) -> dict[str, Any] | None:
+        """What the sender says of an offer; None once that is deleted, because the sender has made two more."""
+        key = f"{kind}/{number}"
+        while True:
+            with suppress(RuntimeError):  # not yet; a sender that has exited fails the next request
+                self._store.wait([key], timedelta(seconds=READ_S))
+                found: dict[str, Any] = json.loads(self._store.get(key))
+                return found
+            if self._store.add("number", 0) >= number + 2:
+                return None
+
     def _register(self) -> None:
-        self._id = secrets.token_hex(8)
-        code = self._meeting.code_of(self._id)
-        self._store.set(f"sampler/{self._store.add('num_samplers', 1)}", f"{self._id} {code}")
+        self._id, self._index = secrets.token_hex(8), self._store.add("num_samplers", 1)
+        self._store.set(f"sampler/{self._index}", f"{self._id} {self._meeting.code_of(self._id)}")
 
     def _accept(self, number: int, num_ranks: int) -> Arrival | None:
         """Accept an offer and receive its files; None if the broadcast failed."""
         self._store.set(f"accept/{number}/{self._id}", json.dumps(self._groups and self._groups[0]))
-        group = json.loads(self._store.get(f"group/{number}"))
-        if self._id not in group["samplers"]:
+        group = self._read("group", number)
+        if group is None or self._id not in group["samplers"]:
             self._groups = None
-            self._register()
+            # The sender has given it up, or has not yet seen it: a second name of it would be waited for in vain.
+            if group is not None and self._index <= group["num_members"]:
+                self._register()
             return None
         own_rank, size = 1 + group["samplers"].index(self._id), 1 + len(group["samplers"])
         arrival = Arrival(self._model)

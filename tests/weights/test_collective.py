@@ -30,7 +30,7 @@ from m2forge.records import PolicyVersion
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
 from m2forge.weights import collective
-from m2forge.weights.collective import Meeting, Receiver, Sender
+from m2forge.weights.collective import Meeting, Receiver, Sender, _Membership
 from m2forge.weights.store import Share, WeightStore
 from tests.cost import ROOT
 from tests.forked import start
@@ -146,6 +146,100 @@ def test_rank_0_has_one_address_and_leaves_strangers_out(tmp_path: Path, caplog:
         assert is_whole(receiver.take(version), folder)
         assert caplog.text.count("without the token of this run tried to receive versions") == 3
         assert "no longer take part" not in caplog.text
+    finally:
+        sender.close()
+        receiver.stop()
+
+
+def test_a_sampler_that_comes_during_an_offer_has_one_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has one name, so that nobody waits for another of its names."""
+    address, model, store = tmp_path / "broadcast.json", make_model(), WeightStore(tmp_path / "weights", "run")
+    comes, is_seen = threading.Event(), threading.Event()
+    find, register, take_part = Sender._newcomers, _Membership._register, _Membership._accept
+    accepted = list[int]()
+
+    def find_none(sender: Sender) -> list[str]:
+        found = find(sender)
+        if not is_seen.is_set():
+            is_seen.set()
+            wait_until(lambda: bool(accepted))
+        return found
+
+    def register_late(membership: _Membership) -> None:
+        comes.set()
+        assert is_seen.wait(LIMIT_S)
+        register(membership)
+
+    def accept(membership: _Membership, number: int, num_ranks: int) -> Arrival | None:
+        accepted.append(number)
+        return take_part(membership, number, num_ranks)
+
+    monkeypatch.setattr(Sender, "_newcomers", find_none)
+    monkeypatch.setattr(_Membership, "_register", register_late)
+    monkeypatch.setattr(_Membership, "_accept", accept)
+    sender, receiver = Sender(address), receiving(address)
+    try:
+        assert comes.wait(LIMIT_S)
+        version, _ = publish(store, model, 1, sender)
+        wait_until(lambda: accepted == [1])
+        assert receiver.take(version) is None
+        version, folder = publish(store, model, 2, sender)
+        assert is_whole(receiver.take(version), folder)
+        assert "no longer take part" not in caplog.text
+    finally:
+        sender.close()
+        receiver.stop()
+
+
+def test_a_sampler_that_finds_an_offer_open_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It registers after the offer was made, and before the sender looks who is there."""
+    address, model, store = tmp_path / "broadcast.json", make_model(), WeightStore(tmp_path / "weights", "run")
+    find, sender, receiver = Sender._newcomers, Sender(address), Receiver(address)
+
+    def find_late(sender: Sender) -> list[str]:
+        if receiver._thread is None:
+            receiver.start(make_model())
+            wait_until(lambda: bool(sender._store.add("num_samplers", 0)))
+        return find(sender)
+
+    monkeypatch.setattr(Sender, "_newcomers", find_late)
+    try:
+        version, folder = publish(store, model, 1, sender)
+        assert is_whole(receiver.take(version), folder)
+    finally:
+        sender.close()
+        receiver.stop()
+
+
+def test_a_sampler_too_slow_for_an_offer_goes_on_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it reads an offer, the sender has made two more and has deleted it."""
+    address, model, store = tmp_path / "broadcast.json", make_model(), WeightStore(tmp_path / "weights", "run")
+    sender, read, late = Sender(address), _Membership._read, list[str]()
+    reads, goes_on = threading.Event(), threading.Event()
+
+    def read_late(membership: _Membership, kind: str, number: int) -> dict[str, Any] | None:
+        if number == 1:
+            reads.set()
+            assert goes_on.wait(LIMIT_S)
+        found = read(membership, kind, number)
+        if number == 1 and found is None:
+            late.append(kind)
+        return found
+
+    monkeypatch.setattr(_Membership, "_read", read_late)
+    publish(store, model, 0, sender)
+    receiver = receiving(address)
+    try:
+        assert reads.wait(LIMIT_S)
+        monkeypatch.setattr(collective, "ACCEPT_S", 0.1)
+        for step in (1, 2, 3):
+            publish(store, model, step, sender)
+        goes_on.set()
+        monkeypatch.setattr(collective, "ACCEPT_S", 10.0)
+        registered(receiver, store, sender, model, 4)
+        assert late == ["offer"]
     finally:
         sender.close()
         receiver.stop()
@@ -346,7 +440,7 @@ def test_a_version_never_completed_leaves_the_next(
             with pytest.raises(OSError, match="no space left"):
                 publish(store, model, step + 1, sender)
         assert store.newest() == newest
-        failed = "the broadcast of version 1 failed" in caplog.text
+        failed = f"the broadcast of version {step + 1} failed" in caplog.text
         assert failed == (moment == "before a file")
         version = PolicyVersion("run", step + 1, store.branch)
         assert (receiver.take(version) is None) == failed
