@@ -351,6 +351,12 @@ class Trainer:
             publishing, self._publishing = self._publishing, None
             publishing.end()
 
+    def _meet_others(self) -> None:
+        """Before a collective of rank 0: the other ranks answer it once their part of the last version is written, so
+        that they would wait for ever where rank 0's could not be."""
+        if self.ranks.num_ranks > 1:
+            self._end_publishing()
+
     @contextmanager
     def _timed_publishing(self) -> Iterator[None]:
         began_s = time.perf_counter()
@@ -398,6 +404,7 @@ class Trainer:
             if self._publishing is not None and not self._publishing.is_alive():
                 self._end_publishing()
             if time.monotonic() > heard_s + IDLE_S:
+                self._meet_others()
                 self.ranks.max_int(_IDLE)
                 heard_s = time.monotonic()
             asked_s = time.monotonic()
@@ -442,6 +449,7 @@ class Trainer:
             return trees
         num_sharing = self._num_sharing
         dealt = deal([self._cost.tree_flops(tree) for tree in trees], self.ranks.num_ranks // num_sharing)
+        self._meet_others()
         self.ranks.max_int(_STEP)
         orders = [Order([encode_tree(trees[index]) for index in indices], lr) for indices in dealt]
         scatter([order for order in orders for _ in range(num_sharing)], self.ranks)
@@ -465,6 +473,7 @@ class Trainer:
     def _save(self, pool: Pool) -> None:
         # In this order: after a power loss the pool may have steps that the checkpoint lacks, never the reverse.
         pool.flush()
+        self._meet_others()
         self.checkpoints.begin(self.engine, self.position)
         self._saved = self.version if self.config.train.checkpoint.keep else None
 

@@ -1,5 +1,6 @@
 """A policy trained by several ranks: the steps of one process, each unit once, whatever dies."""
 
+import errno
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from sqlalchemy import select
 from m2forge.cluster.launcher import FATAL_STATUS
 from m2forge.errors import ConfigError
 from m2forge.model.checkpoint import load_model
+from m2forge.model.transformer import Transformer
 from m2forge.observe.metrics import read_metrics
 from m2forge.pool.pool import Pool
 from m2forge.pool.tables import unit_table
@@ -21,6 +23,7 @@ from m2forge.rl.ranks import deal, log_path, num_ranks, run_ranks
 from m2forge.rl.trainer import Trainer
 from m2forge.train.config import MachineConfig, MeshConfig
 from m2forge.train.parallel import ProcessRanks
+from m2forge.weights.store import Share
 from tests.rl.scene import fill_pool, make_config, make_model
 from tests.train import processes
 
@@ -60,6 +63,31 @@ def work(ranks: ProcessRanks, run_dir: Path, config: RLConfig, dies_after: int |
 
         trainer._step = take_step  # type: ignore[method-assign,assignment]
     trainer.run()
+
+
+def fail_to_publish(ranks: ProcessRanks, run_dir: Path, config: RLConfig, step: int) -> None:
+    trainer = Trainer(run_dir, config, ranks)
+    publish = trainer.weights.publish
+
+    def publish_until(model: Transformer, now: int, share: Share | None, send: object) -> Path:
+        if now == step and not ranks.rank:
+            raise OSError(errno.ENOSPC, "no space left on the device")
+        return publish(model, now, share, send)  # type: ignore[arg-type]
+
+    trainer.weights.publish = publish_until  # type: ignore[method-assign,assignment]
+    trainer.run()
+
+
+@pytest.mark.parametrize("step", [1, 2])  # the next batch is ready, or a checkpoint is due
+def test_a_version_that_rank_0_cannot_write_ends_all_ranks(model: Path, tmp_path: Path, step: int) -> None:
+    """The others wait for its part, and would answer no collective."""
+    config, run_dir = on_mesh(model, replicate=2), tmp_path / "run"
+    fill(config, run_dir)
+    with pytest.raises(AssertionError, match="no space left"):
+        processes.run_ranks(partial(fail_to_publish, run_dir=run_dir, config=config, step=step), tmp_path / "ranks")
+    newest = Layout(run_dir).weight_store(config).newest()
+    assert newest is not None
+    assert newest[0].step == step - 1
 
 
 def largest_difference(one: Path, other: Path) -> float:
