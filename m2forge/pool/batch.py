@@ -329,14 +329,20 @@ def restore(connection: Connection, config: PoolConfig, version: PolicyVersion) 
 
 
 def fork(connection: Connection, step: int) -> None:
-    """Record that versions after `step` are lost while the sampler may still serve one of them."""
+    """Record that versions after `step` are lost while the sampler may still serve one of them. Running attempts are
+    dated now, too: what stores one may have begun, and read that nothing is lost, before this transaction ends."""
     before = connection.execute(select(fork_table.c.step)).scalar_one_or_none()
     connection.execute(delete(fork_table))
     connection.execute(insert(fork_table).values(id=QUEUE_ID, step=step if before is None else min(before, step)))
-    for table, order in ((unit_table, unit_table.c.place), (episode_table, episode_table.c.id)):
-        is_later = table.c.oldest_step > step
-        connection.execute(select(table.c.id).where(is_later).order_by(order).with_for_update()).all()
-        connection.execute(update(table).where(is_later).values(oldest_step=step))
+    unit, episode = unit_table.c, episode_table.c
+    is_running, is_later = episode.state == EpisodeState.RUNNING, episode.oldest_step > step
+    of_episodes = or_(is_later, and_(is_running, episode.oldest_step.is_(None)))
+    for table, order, locked, dated in (
+        (unit_table, unit.place, unit.oldest_step > step, unit.oldest_step > step),
+        (episode_table, episode.id, or_(is_later, is_running), of_episodes),
+    ):
+        connection.execute(select(table.c.id).where(locked).order_by(order).with_for_update()).all()
+        connection.execute(update(table).where(dated).values(oldest_step=step))
 
 
 def rejoin(connection: Connection, epoch: int) -> None:

@@ -28,7 +28,7 @@ from m2forge.pool.lifecycle import (
     move_episodes,
     move_units,
 )
-from m2forge.pool.stored import LEASE_COLUMNS, Lease, Queued, attempt_name, read_lease, task_text
+from m2forge.pool.stored import LEASE_COLUMNS, Lease, Queued, attempt_name, read_lease, storable, task_text
 from m2forge.pool.tables import QUEUE_ID, call_table, episode_table, note_table, queue_table, tally_table, unit_table
 from m2forge.records import Domain, Task
 
@@ -233,7 +233,7 @@ def fail_attempt(
     num_before = connection.execute(select(counter).where(*current).with_for_update()).scalar_one_or_none()
     if num_before is None:
         raise LeaseLostError(describe_loss(connection, lease))
-    values = {counter.name: num_before + 1, "failure": failure}
+    values = {counter.name: num_before + 1, "failure": storable(failure)}
     limit = config.max_deaths if is_death else config.max_failures
     if num_before + 1 < limit:
         move_episodes(connection, EpisodeState.QUEUED, *current, **FRESH | values)

@@ -372,7 +372,7 @@ def _end_row(ending: Ending, now_s: float | None) -> dict[str, object]:
         "of_episode": ending.lease.episode,
         "of_attempt": ending.lease.attempt,
         "at_s": now_s,
-        "new_failure": ending.outcome.failure,
+        "new_failure": ending.outcome.stored_failure,
         "new_artifacts": json.dumps(dict(ending.outcome.artifacts)),
     }
 
@@ -389,7 +389,7 @@ def finish(connection: Connection, config: PoolConfig, lease: Lease, outcome: Ou
         episode.state == EpisodeState.RUNNING,
         lease_until_s=None,
         finished_s=now_s,
-        failure=outcome.failure,
+        failure=outcome.stored_failure,
         artifacts=json.dumps(dict(outcome.artifacts)),
     )
     if not moved:

@@ -389,6 +389,10 @@ class Outcome:
         if self.reward is None and self.step_rewards is not None:
             raise RecordError("Outcome: step_rewards: expected none without a reward")
 
+    @property
+    def stored_failure(self) -> str | None:
+        return None if self.failure is None else storable(self.failure)
+
 
 @dataclass(frozen=True, slots=True)
 class StoredEpisode:
@@ -447,6 +451,11 @@ def task_text(task: Task) -> str:
 def read_task(text: str) -> Task:
     fields = json.loads(text)
     return Task(**fields | {"domain": Domain(fields["domain"])})
+
+
+def storable(text: str) -> str:
+    """What an agent or its program wrote, as any database takes it: PostgreSQL stores no NUL, neither a surrogate."""
+    return text.encode(errors="replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
 def reward_text(reward: Reward) -> str:

@@ -1,6 +1,7 @@
 """Attempts stored whole when they end, and units rewarded whole: as if call by call, and one by one."""
 
 import asyncio
+import re
 from unittest import mock
 
 import pytest
@@ -92,6 +93,23 @@ def test_a_unit_without_signal_is_dropped_when_it_is_rewarded(config: PoolConfig
         assert pool.counts()["dropped"] == 2
         with pytest.raises(LeaseLostError):
             pool.reward_unit([Rewarding(lease, reward(1.0)) for lease in leases])
+
+
+@pytest.mark.parametrize("failure", ["x\0y", "x\ud800y"])
+def test_a_failure_that_no_database_stores_disturbs_nobody(config: PoolConfig, failure: str) -> None:
+    """A program's last output may hold anything."""
+    with Pool(config, VOCAB_SIZE) as pool:
+        pool.put([(task(), 4)])
+        bad, good, alone, failed = pool.lease("worker", 4)
+        assert pool.end([Ending(bad, (), Outcome(failure=failure)), ending(good)]) == [False, False]
+        pool.finish(alone, Outcome(failure=failure))
+        pool.fail(failed, failure)
+        (again,) = pool.lease("worker", 1)
+        assert pool.end([ending(again)]) == [True]
+        ((unit, _),) = pool.unjudged(1)
+        stored = {episode.name: episode.failure for episode in unit.episodes}
+        assert re.fullmatch(r"x[?\N{REPLACEMENT CHARACTER}]y", stored[bad.name] or "")
+        assert stored[alone.name] == stored[bad.name]
 
 
 def test_ends_share_transactions(config: PoolConfig) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
@@ -182,6 +183,54 @@ def test_attempts_are_stored_in_one_round_trip(server_url: str, num_attempts: in
         assert len(statements) == 1
         assert pool.end([Ending(lease, (), Outcome()) for lease in leases]) == [True] * num_attempts
         assert len(statements) == 2
+
+
+def test_an_attempt_that_ends_in_a_restore_is_dated_to_it(server_url: str) -> None:
+    """Its statement has begun, and seen no lost version, when it waits for what the restore has locked."""
+    with (
+        fresh_database(server_url, "dated") as url,
+        Pool(PoolConfig(url=url), VOCAB_SIZE) as pool,
+        Pool(PoolConfig(url=url), VOCAB_SIZE) as other,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        pool.put([(task(n), 2) for n in range(4)])
+        play_all(pool, 6)
+        for step in range(3):
+            claimed = pool.claim(1, version(step))
+            assert claimed is not None
+            pool.commit(claimed, version(step + 1))
+        pool.put([(task(4), 1)])  # it was submitted when three had been taken, of which the restore returns two
+        leases = pool.lease("worker", 3)
+        encoded = leases[-1].writer(VOCAB_SIZE).write(calls(0, 1, step=3)[0])
+        fork, ended = batches.fork, []
+
+        def end_meanwhile(connection: Connection, step: int) -> None:
+            ended.append(threads.submit(other.end, [Ending(leases[-1], (encoded,), Outcome())]))
+            wait_for_lock(pool)
+            fork(connection, step)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(batches, "fork", end_meanwhile)
+            assert pool.restore(version(1)).num_returned == 2
+        assert ended[0].result() == [True]
+        with pool.database.read() as connection:
+            column = episode_table.c
+            found = connection.execute(select(column.oldest_step).where(column.id == leases[-1].episode)).scalar_one()
+        assert found == 1
+
+
+def wait_for_lock(pool: Pool) -> None:
+    """Wait until a statement of this database waits for another's lock."""
+    waiting = text(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    )
+    until_s = time.monotonic() + 30
+    while True:
+        with pool.database.read() as connection:
+            if connection.execute(waiting).scalar_one():
+                return
+        assert time.monotonic() < until_s, "no statement waits"
+        time.sleep(0.01)
 
 
 def test_of_two_processes_one_finds_a_unit_complete(server_url: str) -> None:
