@@ -266,6 +266,7 @@ def row_of(name: str, way: str, num_writers: int, found: Found) -> tuple[str, ..
         f"{p99:,.0f}",
         f"{found.train['first_claim_ms']:.0f}",
         *ms,
+        f"{found.train['row']['p99_ms']:.0f}",
         *others,
     )
 
@@ -323,6 +324,7 @@ def pool(quick: bool) -> list[Bar]:
         "1st claim",
         "p50",
         "p99",
+        "one row p99",
         "fetch p50",
         "commit p50",
     )

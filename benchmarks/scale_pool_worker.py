@@ -4,7 +4,8 @@ reports. What a process does first compiles its statements, which costs more tha
 write     agents of one process record attempts through a PoolWriter of an agent host's niceness, in one of two ways:
           every call as it is made (`append`), or all calls with the end of the attempt (`end`), as agent hosts do
 judge     rewards groups once they are complete, as the loop does
-train     claims, reads and commits batches, as the trainer does
+train     claims, reads and commits batches, as the trainer does; beside each it commits one row of a table of its own,
+          which shows what the server's disk and the machine's cores leave to any transaction
 
 python benchmarks/scale_pool_worker.py ROLE JSON
 """
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
-from sqlalchemy import select
+from sqlalchemy import select, text
 
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.pool import HOST_NICENESS, Pool, PoolWriter
@@ -35,6 +36,7 @@ JUDGED_AT_ONCE = 16
 JUDGE_S = 0.2
 """As in the loop."""
 LEASED_AT_ONCE = 32
+ADD_ROW = text("INSERT INTO probe VALUES (1)")
 
 
 @dataclass(frozen=True)
@@ -172,11 +174,22 @@ def train(work: Work, pool: Pool) -> None:
     first_s, num_units, num_empty = claims_s[0], 0, 0
     for times_s in (claims_s, fetches_s, commits_s):
         times_s.clear()
+    engine, rows_s = pool.database.engine.execution_options(isolation_level="AUTOCOMMIT"), list[float]()
+    with engine.connect() as connection:
+        connection.execute(text("CREATE TABLE IF NOT EXISTS probe (number INTEGER)"))
+        connection.execute(ADD_ROW)
     until_s = begin() + work.seconds
     while (began_s := time.monotonic()) < until_s:
         cycle()
+        with engine.connect() as connection:
+            timed(rows_s, partial(connection.execute, ADD_ROW))
         time.sleep(max(0.0, began_s + work.every_s - time.monotonic()))
-    found = {"claim": summary(claims_s), "fetch": summary(fetches_s), "commit": summary(commits_s)}
+    found = {
+        "claim": summary(claims_s),
+        "fetch": summary(fetches_s),
+        "commit": summary(commits_s),
+        "row": summary(rows_s),
+    }
     say({"units": num_units, "empty": num_empty, "first_claim_ms": first_s * 1e3, **found})
 
 
