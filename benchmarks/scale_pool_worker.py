@@ -4,8 +4,8 @@ reports. What a process does first compiles its statements, which costs more tha
 write     agents of one process record attempts through a PoolWriter of an agent host's niceness, in one of two ways:
           every call as it is made (`append`), or all calls with the end of the attempt (`end`), as agent hosts do
 judge     rewards groups once they are complete, as the loop does
-train     claims, reads and commits batches, as the trainer does; beside each it commits one row of a table of its own,
-          which shows what the server's disk and the machine's cores leave to any transaction
+train     claims, reads and commits batches, as the trainer does; beside each it commits one row to PostgreSQL, which
+          shows what the server's disk and the machine's cores leave to any transaction
 
 python benchmarks/scale_pool_worker.py ROLE JSON
 """
@@ -175,14 +175,16 @@ def train(work: Work, pool: Pool) -> None:
     for times_s in (claims_s, fetches_s, commits_s):
         times_s.clear()
     engine, rows_s = pool.database.engine.execution_options(isolation_level="AUTOCOMMIT"), list[float]()
-    with engine.connect() as connection:
-        connection.execute(text("CREATE TABLE IF NOT EXISTS probe (number INTEGER)"))
-        connection.execute(ADD_ROW)
+    if not pool.database.is_sqlite:
+        with engine.connect() as connection:
+            connection.execute(text("CREATE TABLE IF NOT EXISTS probe (number INTEGER)"))
+            connection.execute(ADD_ROW)
     until_s = begin() + work.seconds
     while (began_s := time.monotonic()) < until_s:
         cycle()
-        with engine.connect() as connection:
-            timed(rows_s, partial(connection.execute, ADD_ROW))
+        if not pool.database.is_sqlite:
+            with engine.connect() as connection:
+                timed(rows_s, partial(connection.execute, ADD_ROW))
         time.sleep(max(0.0, began_s + work.every_s - time.monotonic()))
     found = {
         "claim": summary(claims_s),
