@@ -5,7 +5,8 @@
 A thread publishes while the trainer waits for the next batch and runs it: only the next update waits for its end.
 
 On a mesh of several ranks (rl/ranks.py) rank 0 does all of it, and the others take part in the step: rank 0 signals
-what comes next and deals the trees by cost; each rank publishes its share of the weights.
+what comes next and deals the trees by cost; each rank publishes its share of the weights. The next step then begins
+when all have published theirs.
 
 All of its state is on disk. Killed at any moment and restarted, it resumes from its newest checkpoint: versions
 published since are discarded, and the pool returns the units that those steps had trained on. So the current weights
