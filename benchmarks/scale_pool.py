@@ -52,7 +52,7 @@ WINDOW = 307
 """0.3 of 1,024 groups: what 4,096 attempts in flight and as many that are ready ask for."""
 BATCH, EVERY_S = 4, 0.1
 SETTINGS = ("max_wal_size=8GB", "min_wal_size=2GB")
-"""Of the server, as docs/cluster.md recommends."""
+"""Settings of the PostgreSQL server, those that docs/cluster.md recommends."""
 PACED = 1_000
 """Calls a second of agents that pause."""
 WORKER = Path(__file__).parent / "scale_pool_worker.py"

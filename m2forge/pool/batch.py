@@ -329,8 +329,8 @@ def restore(connection: Connection, config: PoolConfig, version: PolicyVersion) 
 
 
 def fork(connection: Connection, step: int) -> None:
-    """Record that versions after `step` are lost while the sampler may still serve one of them. Running attempts are
-    dated now, too: what stores one may have begun, and read that nothing is lost, before this transaction ends."""
+    """Record that versions after `step` are lost while the sampler may still serve one of them. Running attempts get
+    the step as their oldest, too: the statement that ends one may have read an empty `fork` before this commits."""
     before = connection.execute(select(fork_table.c.step)).scalar_one_or_none()
     connection.execute(delete(fork_table))
     connection.execute(insert(fork_table).values(id=QUEUE_ID, step=step if before is None else min(before, step)))

@@ -130,8 +130,8 @@ class Database:
             self.bound_log()
 
     def execute_alone(self, statement: str, values: Mapping[str, object]) -> Row[Any]:
-        """The row of a statement that is a transaction of its own, in one round trip to PostgreSQL; it may be repeated
-        after it has committed. Raises `ChangedError` if it divides by zero, or adds a row that is already there."""
+        """Execute one statement as a transaction, in one round trip to PostgreSQL, and return its row. A caller may
+        repeat it after it has committed. Raises `ChangedError` on a division by zero or an existing key."""
         with self._named(), self._alone.connect() as connection:
             try:
                 return connection.exec_driver_sql(statement, dict(values)).one()

@@ -303,7 +303,7 @@ class Pool:
         return [None] * len(appends)
 
     def _stands_alone(self, calls: Iterable[StoredCall]) -> bool:
-        """Whether calls are stored by one statement, which holds a second copy of them."""
+        """Whether one statement stores these calls; it holds a second copy of their data."""
         return not self.database.is_sqlite and sum(len(call.data) for call in calls) <= MAX_ALONE_BYTES
 
     @_repeated
@@ -584,7 +584,7 @@ class _Gathering(Generic[Item, T]):
 
 
 def _lower_priority(niceness: int) -> None:
-    """Lowers the priority of this thread alone, as Linux allows."""
+    """Add to the niceness of the calling thread alone, which Linux allows."""
     thread = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + niceness))
 
@@ -603,7 +603,7 @@ class PoolWriter:
     """
 
     def __init__(self, pool: Pool, niceness: int = 0) -> None:
-        """`niceness`: added to that of the thread. Not on SQLite, where everybody else waits for a writer."""
+        """`niceness`: is added to the thread's. It is ignored on SQLite, where a writer blocks all others."""
         self._pool = pool
         lower = None if pool.database.is_sqlite or not niceness else partial(_lower_priority, niceness)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pool", initializer=lower)

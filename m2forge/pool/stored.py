@@ -454,7 +454,7 @@ def read_task(text: str) -> Task:
 
 
 def storable(text: str) -> str:
-    """What an agent or its program wrote, as any database takes it: PostgreSQL stores no NUL, neither a surrogate."""
+    """Replace the characters of an agent's text that PostgreSQL refuses: NUL and lone surrogates."""
     return text.encode(errors="replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 

@@ -6,7 +6,7 @@ A thread publishes while the trainer waits for the next batch and runs it: only 
 
 On a mesh of several ranks (rl/ranks.py) rank 0 does all of it, and the others take part in the step: rank 0 signals
 what comes next and deals the trees by cost; each rank publishes its share of the weights. The next step then begins
-when all have published theirs.
+after all ranks have published.
 
 All of its state is on disk. Killed at any moment and restarted, it resumes from its newest checkpoint: versions
 published since are discarded, and the pool returns the units that those steps had trained on. So the current weights
@@ -353,8 +353,8 @@ class Trainer:
             publishing.end()
 
     def _meet_others(self) -> None:
-        """Before a collective of rank 0: the other ranks answer it once their part of the last version is written, so
-        that they would wait for ever where rank 0's could not be."""
+        """Called before each collective of rank 0. The other ranks reach it only after the last version is complete; if
+        rank 0 failed to write its part, they never do, so the error is raised here."""
         if self.ranks.num_ranks > 1:
             self._end_publishing()
 

@@ -70,7 +70,7 @@ PROBE_S = 5.0
 BUCKET_S = 60.0
 """Timeout of one bucket: a sampler that hangs fails the broadcast after this."""
 READ_S = 1.0
-"""Seconds after which a sampler that waits for the sender looks whether it has gone on."""
+"""Timeout of one wait for a key of an offer, after which a sampler checks for newer offers."""
 FILE_S = 600.0
 """Timeout of waiting for the next file, which its rank may still have to compute and write."""
 BUCKET_BYTES = 1 << 24
@@ -348,7 +348,7 @@ class _Membership:
 
     def follow(self) -> None:
         """Take part until the trainer's store is unreachable, which raises."""
-        seen = 0  # an offer that is open has found this sampler, if it registers before the sender looks
+        seen = 0  # an open offer counts this sampler if it registers before the sender lists newcomers
         self._register()
         while not self._is_stopped():
             if (number := self._store.add("number", 0)) == seen:
@@ -365,10 +365,10 @@ class _Membership:
                 self._note(None, arrival)
 
     def _read(self, kind: str, number: int) -> dict[str, Any] | None:
-        """What the sender says of an offer; None once that is deleted, because the sender has made two more."""
+        """The value of an offer's key; None after the sender has deleted it, two offers later."""
         key = f"{kind}/{number}"
         while True:
-            with suppress(RuntimeError):  # not yet; a sender that has exited fails the next request
+            with suppress(RuntimeError):  # a timeout; if the sender has exited, the next request raises
                 self._store.wait([key], timedelta(seconds=READ_S))
                 found: dict[str, Any] = json.loads(self._store.get(key))
                 return found
@@ -385,7 +385,7 @@ class _Membership:
         group = self._read("group", number)
         if group is None or self._id not in group["samplers"]:
             self._groups = None
-            # The sender has given it up, or has not yet seen it: a second name of it would be waited for in vain.
+            # Register again only if the sender has dropped this name: it waits for an answer from every name.
             if group is not None and self._index <= group["num_members"]:
                 self._register()
             return None

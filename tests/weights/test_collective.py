@@ -154,7 +154,7 @@ def test_rank_0_has_one_address_and_leaves_strangers_out(tmp_path: Path, caplog:
 def test_a_sampler_that_comes_during_an_offer_has_one_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It has one name, so that nobody waits for another of its names."""
+    """It keeps the name that it registered, so the sender waits for one answer."""
     address, model, store = tmp_path / "broadcast.json", make_model(), WeightStore(tmp_path / "weights", "run")
     comes, is_seen = threading.Event(), threading.Event()
     find, register, take_part = Sender._newcomers, _Membership._register, _Membership._accept
