@@ -22,7 +22,8 @@ import xxhash
 from report import Bar, print_table
 from torch import Tensor
 
-from m2forge.model.checkpoint import Staged, load_model, open_source
+from m2forge.model.checkpoint import load_model, open_source
+from m2forge.model.staging import Staged
 from m2forge.model.transformer import Transformer
 from m2forge.records import PolicyVersion
 from m2forge.weights.collective import Receiver, Sender
@@ -53,9 +54,9 @@ def receive(pipe: Connection, folder: Path, address: Path | None) -> None:
     while (found := pipe.recv()) is not None:
         version, path = found
         arrival = None if receiver is None else receiver.take(version)
-        arrived = {} if arrival is None else arrival.staged(path)
+        arrived = None if arrival is None else arrival.staged(path)
         staged = Staged(model, open_source(path), loaded, arrived)
-        pipe.send(bool(arrived))
+        pipe.send(arrived is not None)
         pipe.recv()  # all replicas are ready
         started_s = time.thread_time()
         staged.fill(model, loaded)

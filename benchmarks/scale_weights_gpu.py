@@ -1,10 +1,11 @@
 """Policy versions on a GPU: how long sampling pauses, and how long it takes from an optimizer step to a new token.
 
-A trainer, this process, changes every weight of `m2-mini` and publishes; a sampler, a process of its own on the same
-GPU, decodes all the while. The pause is the time in which no step runs because weights are copied in; it is compared
-with a bare copy of as many bytes from pinned host memory. The way from the step to the first token of its version is
-compared with its slowest link, measured alone with the same bytes: device to host, the folder's file system (written
-and read by one thread), the broadcast over loopback, host to device.
+A trainer, this process, changes every weight of `m2-mini` and publishes in a thread, as `m2forge rl` does; a sampler, a
+process of its own on the same GPU, decodes all the while, and is told of a version as the loop would: once a look at
+the folder, every tenth of a second, finds it. The pause is the time in which no step runs because weights are copied
+in; it is compared with a bare copy of as many bytes from pinned host memory. The way from the step to the first token
+of its version is compared with its slowest link, measured alone with the same bytes: device to host, the folder's file
+system (written and read by one thread), the broadcast over loopback, host to device.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -28,10 +30,12 @@ from m2forge.model.preset import preset
 from m2forge.model.transformer import Transformer
 from m2forge.protocols import Prompt
 from m2forge.records import PolicyVersion, Sampling
+from m2forge.rl.weight_updates import LOOK_S
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
 from m2forge.rollout.engine import NativeEngine
 from m2forge.rollout.server.app import SWITCH_S
+from m2forge.train.checkpoint import Writing
 from m2forge.weights.collective import LOCAL, Receiver, Sender, broadcast, dist, join_group
 from m2forge.weights.store import WeightStore
 
@@ -167,10 +171,13 @@ def update(model: Transformer, by_broadcast: bool, scratch: Path) -> tuple[float
                 weight.mul_(1.001)
         torch.cuda.synchronize()
         started_s = time.monotonic()
-        path = store.publish(model, step, send=None if sender is None else sender.send)
+        publishing = Writing(partial(store.publish, model, step, send=None if sender is None else sender.send))
+        while ((newest := store.newest()) is None or newest[0].step < step) and publishing.is_alive():
+            time.sleep(LOOK_S)
         published_s = time.monotonic() - started_s
-        pipe.send((PolicyVersion("run", step, store.branch), path))
+        pipe.send(newest)
         first_s, pause_s = pipe.recv()
+        publishing.end()
         print(
             f"version {step}: published {published_s:.3f} s, token after {first_s - started_s:.3f}, pause {pause_s:.4f}"
         )

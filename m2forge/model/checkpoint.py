@@ -13,7 +13,6 @@ so that no other program misreads it.
 import json
 import logging
 import shutil
-import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -38,7 +37,6 @@ from m2forge.model.delta import (
 )
 from m2forge.model.folder import FolderSource
 from m2forge.model.gguf_file import GGUF_SUFFIX, GGUFSource
-from m2forge.model.host_memory import empty_host
 from m2forge.model.lora import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
@@ -55,9 +53,6 @@ from m2forge.model.manifest import (
     NUM_THREADS,
     Entry,
     describe,
-    digest_of,
-    read_manifest,
-    tensors_in,
     write_manifest,
 )
 from m2forge.model.safetensors_file import Written, plan_files, write_files, write_index, write_shards
@@ -79,7 +74,6 @@ VERSION_SHARD_BYTES, MOST_VERSION_SHARDS = 1 << 25, 64
 """
 WHOLE_PREFIX = "model"
 """How the names of files with whole tensors begin."""
-PARTS_AT_ONCE = 32
 _log = logging.getLogger(__name__)
 
 
@@ -261,7 +255,7 @@ def fill(model: Transformer, source: Source, loaded: Path | None = None) -> None
     """Copy every tensor of `source`, which must match, into the weights of `model`. If `model` holds the weights of the
     folder `loaded`, and deltas lead from there to `source`, only the changed elements are copied."""
     state = model.state_dict()
-    deltas = _deltas(source, loaded)
+    deltas = deltas_since(source, loaded)
     for name, part in public_parts(model.config):
         weight = part.of(state[part.name])
         if deltas is None:
@@ -271,115 +265,8 @@ def fill(model: Transformer, source: Source, loaded: Path | None = None) -> None
                 delta.change(name, weight)
 
 
-class StagingMemory:
-    """Host memory for all weights of a network, from which filling it is a copy alone."""
-
-    def __init__(self, model: Transformer) -> None:
-        self.parts = dict(public_parts(model.config))
-        state = model.state_dict()
-        self.tensors = {
-            name: empty_host(state[name].shape, state[name].dtype, pinned=state[name].is_cuda)
-            for name in dict.fromkeys(part.name for part in self.parts.values())
-        }
-        """By their names in the network, of which one holds many public tensors."""
-        self.filled = set[str]()
-        """Public names of the tensors that have been copied in."""
-
-    def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy tensors in, by public name."""
-        parts = [self.parts[name] for name in tensors]
-        # One call for many: between two, a thread waits for the interpreter, which steps of the sampler hold.
-        torch._foreach_copy_([part.of(self.tensors[part.name]) for part in parts], list(tensors.values()))
-        self.filled.update(tensors)
-
-
-class Arrival:
-    """A version whose files come by broadcast, one by one, while its folder is not complete yet.
-
-    Whole tensors are staged as soon as their file is there, and are not weights before the manifest of the complete
-    folder states each file's digest. Files of adapters and changes are kept as they came."""
-
-    def __init__(self, model: Transformer) -> None:
-        """`model`: the network into which the version will be loaded."""
-        self.images = dict[str, Tensor]()
-        """The bytes of each file that is not staged, by its name."""
-        self._model, self._lock = model, threading.Lock()
-        self._memory: StagingMemory | None = None
-        self._staged = list[tuple[str, str]]()
-        """Name and digest of each file that was copied into staging memory; no digest if that failed partway."""
-
-    def add(self, name: str, content: Tensor) -> None:
-        """Take a file, whose memory is free again when this returns. Several threads may call this."""
-        if not name.startswith(WHOLE_PREFIX):
-            self.images[name] = content.clone()
-            return
-        with self._lock:
-            self._memory = self._memory or StagingMemory(self._model)
-        digest = ""
-        try:
-            self._memory.put(tensors_in(content))
-            digest = digest_of(content)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
-            # No digest has been compared yet, so these may be any bytes.
-            _log.warning("%s came by broadcast and cannot be staged (%s: %s)", name, type(error).__name__, error)
-        self._staged.append((name, digest))
-
-    def staged(self, folder: Path) -> Mapping[str, Tensor]:
-        """The weights of the version in `folder` by their names in the network, if all its files are staged; else
-        empty."""
-        if self._memory is None:
-            return {}
-        stated = sorted((name, entry["digest"]) for name, entry in read_manifest(folder).items())
-        if sorted(self._staged) != stated or self._memory.filled != self._memory.parts.keys():
-            _log.warning("%s: the broadcast brought other files than the manifest states; reading the folder", folder)
-            return {}
-        return self._memory.tensors
-
-
-class Staged:
-    """The weights of `source` in host memory, so that filling the network is a copy alone. If `model` holds the weights
-    of the folder `loaded`, and deltas lead from there to `source`, these are all that is in memory."""
-
-    def __init__(
-        self, model: Transformer, source: Source, loaded: Path | None, arrived: Mapping[str, Tensor] | None = None
-    ) -> None:
-        """`arrived`: the weights of `source`, if they are staged already (`Arrival.staged`)."""
-        self._source = source
-        self._tensors: Mapping[str, Tensor] = arrived or {}
-        """By their names in the network; empty if the changes are in memory."""
-        if not self._tensors and _deltas(source, loaded) is None:
-            self._tensors = _read_all(model, source)
-
-    @torch.no_grad()
-    def fill(self, model: Transformer, loaded: Path | None) -> None:
-        """`loaded`: the folder of the weights that `model` holds by now."""
-        if not self._tensors:
-            fill(model, self._source, loaded)
-            return
-        state = model.state_dict()
-        for name, staged in self._tensors.items():
-            state[name].copy_(staged, non_blocking=True)
-        if model.embedding.weight.is_cuda:
-            torch.cuda.synchronize(model.embedding.weight.device)
-
-
-def _read_all(model: Transformer, source: Source) -> Mapping[str, Tensor]:
-    """All weights of `source` in staging memory."""
-    memory, dtypes = StagingMemory(model), {name: tensor.dtype for name, tensor in model.state_dict().items()}
-    names = list(memory.parts)
-
-    def stage(first: int) -> None:
-        some = names[first : first + PARTS_AT_ONCE]
-        memory.put({name: source.read(name, dtypes[memory.parts[name].name]) for name in some})
-
-    with ThreadPoolExecutor(NUM_THREADS if isinstance(source, FolderSource) else 1) as pool:
-        if isinstance(source, FolderSource):
-            list(pool.map(source.check, source.unchecked))
-        list(pool.map(stage, range(0, len(names), PARTS_AT_ONCE)))
-    return memory.tensors
-
-
-def _deltas(source: Source, loaded: Path | None) -> tuple[DeltaSource, ...] | None:
+def deltas_since(source: Source, loaded: Path | None) -> tuple[DeltaSource, ...] | None:
+    """What leads from the weights of the folder `loaded` to those of `source`; None if only all of them do."""
     return source.since(loaded) if loaded is not None and isinstance(source, DeltaSource) else None
 
 

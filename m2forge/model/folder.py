@@ -27,7 +27,7 @@ from m2forge.model import folder as fp8
 from m2forge.model.config import ModelConfig
 from m2forge.model.config_file import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, read_public, translate, weight_map
 from m2forge.model.config_file import FP8_BLOCK as BLOCK
-from m2forge.model.manifest import read_manifest, refuse_changed
+from m2forge.model.manifest import read_checked, read_manifest, refuse_changed, tensors_in
 from m2forge.model.tensor_source import TOKEN_ID_KEYS, TensorHeader, TokenIds
 
 SCALE_SUFFIX = "_scale_inv"
@@ -97,16 +97,26 @@ class FolderSource:
 
     def _get(self, name: str) -> Tensor:
         file_name = self._file_of[name]
-        self.check(file_name)
+        self._check(file_name)
         tensor: Tensor = self._files[file_name].get_tensor(name)
         return tensor
 
     @property
-    def unchecked(self) -> list[str]:
-        """Files whose digests have not been compared yet."""
-        return list(self._unchecked)
+    def unchecked(self) -> dict[str, int]:
+        """The files whose digests have not been compared yet, with their sizes in bytes."""
+        return {name: path.stat().st_size for name, (path, _) in self._unchecked.items()}
 
-    def check(self, file_name: str) -> None:
+    def read_file(self, file_name: str, memory: Tensor) -> dict[str, Tensor]:
+        """Reads an unchecked file at once into `memory`, which has its size or more, and compares its digest; returns
+        its tensors as views of this memory, without those in FP8."""
+        tensors = tensors_in(read_checked(*self._unchecked[file_name], memory))
+        return {
+            name: tensor
+            for name, tensor in tensors.items()
+            if self._file_of[name] == file_name and tensor.dtype != torch.float8_e4m3fn
+        }
+
+    def _check(self, file_name: str) -> None:
         """Compare a file's digest, if it has one, for the first time."""
         if file_name in self._unchecked:
             with self._locks[file_name]:

@@ -103,10 +103,32 @@ def refuse_changed(path: Path, expected: object) -> None:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing, which {MANIFEST_FILE} names; copy the folder again")
     if not _is_file(path, expected):
-        raise CheckpointError(
-            f"{path} is torn or was changed: its digest is not the one that was published with it. Copy the folder "
-            f"again, or remove {path.parent.parent}: a trainer that resumes publishes its version again"
-        )
+        raise _changed(path)
+
+
+def read_checked(path: Path, expected: object, memory: Tensor) -> Tensor:
+    """The bytes of a file, read into the beginning of `memory`; a CheckpointError unless they have this digest."""
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        content, end = memory[:size], 0
+        while end < size and (num_read := file.readinto(content[end:].numpy().data)):
+            end += num_read
+    if end < size or size > len(memory) or not _has_digest(content, expected):
+        raise _changed(path)
+    return content
+
+
+def _has_digest(content: Tensor, expected: object) -> bool:
+    if isinstance(expected, str) and expected.startswith(XXH3):
+        return digest_of(content) == expected
+    return hashlib.blake2b(content.numpy().data, digest_size=16).hexdigest() == expected
+
+
+def _changed(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is torn or was changed: its digest is not the one that was published with it. Copy the folder "
+        f"again, or remove {path.parent.parent}: a trainer that resumes publishes its version again"
+    )
 
 
 def refuse_changed_files(folder: Path) -> None:

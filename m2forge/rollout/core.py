@@ -40,8 +40,9 @@ import torch
 from torch import Tensor
 
 from m2forge.errors import CheckpointError, ConfigError, M2ForgeError, RequestError
-from m2forge.model.checkpoint import Arrival, Staged, open_source
+from m2forge.model.checkpoint import open_source
 from m2forge.model.config import ModelConfig
+from m2forge.model.staging import Arrival, Staged
 from m2forge.model.tensor_source import refuse_misfits
 from m2forge.model.transformer import Transformer, pack_weights
 from m2forge.protocols import Chunk, Prompt

@@ -1,10 +1,11 @@
 """Policy versions by broadcast: the files of a version go from the trainer's ranks to the memory of the samplers.
 
-    rank r: its files of a version ── process group of the rank and all samplers ──▶ the same bytes in each sampler
+    rank r: its files of a version ──▶ sampler 1 ──▶ sampler 2 ──▶ … the same bytes in each
 
 Rank 0 offers each version, through a TCPStore of its own, before anything of it is written. The samplers that accept in
-time form a group with each rank, which lasts until a sampler joins, leaves or dies. Each rank then sends every file as
-soon as it is written, while those after it are written, and a sampler stages it while the next one comes:
+time form process groups with each rank, which last until a sampler joins, leaves or dies. Each rank then sends every
+file as soon as it is written, some at a time, while those after it are written; each sampler passes it on, and stages
+it while the next one comes:
 
     rank        writes    a   b   c   d
                 sends         a   b   c   d
@@ -34,7 +35,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -49,8 +50,8 @@ from torch import Tensor
 
 from m2forge.files import write_atomic
 from m2forge.listener import listen
-from m2forge.model.checkpoint import Arrival
 from m2forge.model.host_memory import empty_host
+from m2forge.model.staging import Arrival
 from m2forge.model.transformer import Transformer
 from m2forge.records import PolicyVersion
 
@@ -73,12 +74,14 @@ READ_S = 1.0
 """Timeout of one wait for a key of an offer, after which a sampler checks for newer offers."""
 FILE_S = 600.0
 """Timeout of waiting for the next file, which its rank may still have to compute and write."""
-BUCKET_BYTES = 1 << 24
-NUM_IN_FLIGHT = 2
-"""Buckets that are sent at the same time."""
+BUCKET_BYTES = 1 << 22
+NUM_IN_FLIGHT = 4
+"""Buckets that a process has handed over and that the next one may lack."""
 HEADER_BYTES = 256
+NUM_STREAMS = 2
+"""Files of one rank that are sent at the same time, each in a process group of its own, for which gloo has a thread."""
 NUM_BUFFERS = 3
-"""Files of one rank in a sampler's memory: one that comes, and others that are being staged."""
+"""Files of one stream in a sampler's memory: one that comes, and others that are being staged."""
 STOP_S = 5.0
 POLL_S = 0.02
 RETRY_S = 0.5
@@ -131,21 +134,24 @@ def join_group(store: Store, name: str, rank: int, size: int, host: str = LOCAL)
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=CONNECT_S)
-    options._threads = NUM_IN_FLIGHT
+    options._threads = 1
     return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)
 
 
 def broadcast(group: Group, content: Tensor, timeout_s: float = BUCKET_S) -> None:
-    """Send bytes from the group's first process into the same memory of the others, in buckets."""
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=timeout_s)
-    in_flight: list[Any] = []
-    for bucket in content.split(BUCKET_BYTES):
-        if len(in_flight) == NUM_IN_FLIGHT:
-            in_flight.pop(0).wait()
-        in_flight.append(group.broadcast([bucket], options))
-    for work in in_flight:
-        work.wait()
+    """Send bytes from the group's first process into the same memory of the others. Each passes a bucket on to the next
+    one while it receives those after it, so that no process sends a byte twice, however many there are."""
+    rank, timeout, buckets = group.rank(), timedelta(seconds=timeout_s), content.split(BUCKET_BYTES)
+    sent, received = deque[Any](), deque(group.recv([bucket], rank - 1, 0) for bucket in buckets if rank)
+    for bucket in buckets:
+        if rank:
+            received.popleft().wait(timeout)
+        if rank + 1 < group.size():
+            sent.append(group.send([bucket], rank + 1, 0))
+            if len(sent) > NUM_IN_FLIGHT:
+                sent.popleft().wait(timeout)
+    for work in sent:
+        work.wait(timeout)
 
 
 def send_header(group: Group, header: tuple[str, int] | None) -> None:
@@ -186,8 +192,8 @@ class Sender:
         self._number = self._num_members = 0
         self._known: list[str] = []
         """Samplers that have registered and accepted since."""
-        self._group: tuple[int, Group] | None = None
-        """The group's number, that of the offer for which it was formed."""
+        self._groups: tuple[int, list[Group]] | None = None
+        """One for each stream, and their number, that of the offer for which they were formed."""
         self._grouped: list[str] = []
         """Its samplers."""
 
@@ -195,21 +201,18 @@ class Sender:
         """Broadcast this rank's files of a version, each when `files` yields it."""
         self._number += 1
         try:
-            self._set(self._answer(_name_of(self._rank)), self._group and self._group[0])
+            self._set(self._answer(_name_of(self._rank)), self._groups and self._groups[0])
             if self._rank == 0:
                 self._offer(version)
             found = json.loads(self._store.get(f"group/{self._number}"))
             if not (num_samplers := len(found["samplers"])):
                 return
             started_s = time.monotonic()
-            group = self._join(found["number"], 1 + num_samplers)
-            for path in files:
-                size = path.stat().st_size
-                send_header(group, (path.name, size))
-                broadcast(group, torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8))
-            send_header(group, None)
+            groups, shared_files = self._join(found["number"], 1 + num_samplers), _Shared(files)
+            with ThreadPoolExecutor(NUM_STREAMS) as pool:
+                list(pool.map(lambda group: _send(group, shared_files), groups))
         except RuntimeError as error:
-            self._group = None
+            self._groups = None
             message = "the broadcast of version %d failed: samplers that lack it read its files (%s)"
             _log.warning(message, version.step, _first_line(error))
         else:
@@ -217,16 +220,16 @@ class Sender:
             _log.info(message, version.step, num_samplers, time.monotonic() - started_s)
 
     def close(self) -> None:
-        self._group = None
+        self._groups = None
         if self._rank == 0:
             self._address.unlink(missing_ok=True)
 
-    def _join(self, number: int, size: int) -> Group:
-        """The group of this number, which is formed unless this rank still has it."""
-        if self._group is None or self._group[0] != number:
-            self._group = None
-            self._group = number, join_group(self._store, f"{number}/{self._rank}", 0, size, self._host)
-        return self._group[1]
+    def _join(self, number: int, size: int) -> list[Group]:
+        """The groups of this number, which are formed unless this rank still has them."""
+        if self._groups is None or self._groups[0] != number:
+            self._groups = None
+            self._groups = number, _join_all(self._store, _names_of(number, [self._rank]), 0, size, self._host)
+        return self._groups[1]
 
     def _offer(self, version: PolicyVersion) -> None:
         """Offer a version, and tell ranks and samplers the number of the group that takes it, and which samplers are in
@@ -272,6 +275,38 @@ class Sender:
 
     def _set(self, key: str, value: object) -> None:
         self._store.set(key, json.dumps(value))
+
+
+class _Shared:
+    """An iterator from which several threads take."""
+
+    def __init__(self, items: Iterator[Path]) -> None:
+        self._items, self._lock = items, threading.Lock()
+
+    def __iter__(self) -> Iterator[Path]:
+        return self
+
+    def __next__(self) -> Path:
+        with self._lock:
+            return next(self._items)
+
+
+def _send(group: Group, files: Iterable[Path]) -> None:
+    for path in files:
+        size = path.stat().st_size
+        send_header(group, (path.name, size))
+        broadcast(group, torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8))
+    send_header(group, None)
+
+
+def _names_of(number: int, ranks: Iterable[int]) -> list[str]:
+    """The names of the process groups of one number."""
+    return [f"{number}/{rank}/{stream}" for rank in ranks for stream in range(NUM_STREAMS)]
+
+
+def _join_all(store: Store, names: Sequence[str], rank: int, size: int, host: str) -> list[Group]:
+    # In the same order everywhere: a store serves one wait at a time, so two groups could wait for each other.
+    return [join_group(store, name, rank, size, host) for name in names]
 
 
 def _name_of(rank: int) -> str:
@@ -392,14 +427,11 @@ class _Membership:
         own_rank, size = 1 + group["samplers"].index(self._id), 1 + len(group["samplers"])
         arrival = Arrival(self._model)
         try:
-            with ThreadPoolExecutor(num_ranks) as pool:
-                if self._groups is None or self._groups[0] != group["number"]:
-                    self._groups = None
-                    names = [f"{group['number']}/{rank}" for rank in range(num_ranks)]
-                    self._groups = (
-                        group["number"],
-                        list(pool.map(lambda name: join_group(self._store, name, own_rank, size, self._host), names)),
-                    )
+            if self._groups is None or self._groups[0] != group["number"]:
+                self._groups = None
+                names = _names_of(group["number"], range(num_ranks))
+                self._groups = group["number"], _join_all(self._store, names, own_rank, size, self._host)
+            with ThreadPoolExecutor(len(self._groups[1])) as pool:
                 list(pool.map(partial(_receive, arrival=arrival), self._groups[1]))
         except (RuntimeError, OSError) as error:  # the latter if there is no memory
             self._groups = None
@@ -409,7 +441,7 @@ class _Membership:
 
 
 def _receive(group: Group, arrival: Arrival) -> None:
-    """Receive the files of one rank, and stage each while those after it come."""
+    """Receive the files of one stream, and stage each while those after it come."""
     being_staged = deque[Future[Tensor]]()
     with ThreadPoolExecutor(NUM_BUFFERS - 1) as pool:
         while (header := receive_header(group)) is not None:

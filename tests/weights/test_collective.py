@@ -22,9 +22,10 @@ from torch import Tensor
 
 from m2forge.errors import CheckpointError
 from m2forge.model import checkpoint, safetensors_file
-from m2forge.model.checkpoint import Arrival, load_model, public_tensors, save_model
+from m2forge.model.checkpoint import load_model, public_tensors, save_model
 from m2forge.model.config import LoRAConfig
 from m2forge.model.lora import ADAPTER_FILE, attach
+from m2forge.model.staging import Arrival
 from m2forge.model.transformer import Transformer
 from m2forge.records import PolicyVersion
 from m2forge.rollout.config import RolloutConfig
@@ -52,8 +53,9 @@ def is_whole(arrival: Arrival | None, folder: Path) -> bool:
     if arrival is None:
         return False
     if not arrival.images:
-        expected, staged = load_model(folder).state_dict(), arrival.staged(folder)
-        return expected.keys() == staged.keys() and all(torch.equal(staged[name], expected[name]) for name in expected)
+        expected, memory = load_model(folder).state_dict(), arrival.staged(folder)
+        found = {} if memory is None else memory.tensors
+        return expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
     files = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
     return {name: image.numpy().tobytes() for name, image in arrival.images.items()} == files
 
@@ -468,7 +470,7 @@ def publish_and_die(folder: Path) -> None:
     def count(group: object, header: tuple[str, int] | None) -> None:
         nonlocal num_files
         num_files += 1
-        if num_files == 2:
+        if num_files >= 2:  # in either stream
             (folder / "sent").touch()
             wait_until((folder / "staged").exists)
             os.kill(os.getpid(), signal.SIGKILL)
