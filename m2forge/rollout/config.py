@@ -38,6 +38,10 @@ class RolloutConfig(Config):
     step_tokens: Count = 512
     """Token budget of a step. Larger steps prefill long prompts sooner but delay the next token of decoding requests.
     Drafts are verified in the budget that prefill leaves."""
+    prefill: Literal["mixed", "separate"] = "mixed"
+    """What a GPU does with prompts while completions decode. mixed: one step for both, in which a completion gets one
+    token. separate: a step for the prompts, then `steps_per_sync` decode steps for the completions, which get more
+    tokens where prompts keep coming; a prompt waits longer. Not with speculation."""
     max_running: Count = 64
     """Largest number of completions that run at once."""
     max_context: Count | None = None
@@ -68,6 +72,8 @@ class RolloutConfig(Config):
                 f"step_tokens ({self.step_tokens}) must be at least max_running ({self.max_running}): "
                 "each completion in flight takes one token of a step"
             )
+        if self.speculation and self.prefill == "separate":
+            raise ValueError('prefill = "separate" does not combine with speculation; leave one of them out')
         return self
 
 

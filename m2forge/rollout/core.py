@@ -25,6 +25,7 @@ Every sample of an accepted prompt ends in exactly one chunk with a finish reaso
 #     kernels/expert.py              the experts
 #     rollout/execution/sampler.py   the next tokens and their logprobs
 
+import logging
 import math
 import random
 import time
@@ -45,6 +46,7 @@ from m2forge.model.config import ModelConfig
 from m2forge.model.staging import Arrival, Staged
 from m2forge.model.tensor_source import refuse_misfits
 from m2forge.model.transformer import Transformer, pack_weights
+from m2forge.observe.log import warn_once
 from m2forge.protocols import Chunk, Prompt
 from m2forge.records import FinishReason, PolicyVersion
 from m2forge.rollout.config import RolloutConfig
@@ -64,6 +66,7 @@ _TRAINING_FIELDS = {
     "moe": {"bias_update", "bias_rate", "aux_loss_weight"},
 }
 """Config fields that do not change how the network computes."""
+_log = logging.getLogger(__name__)
 
 
 class Broadcasts(Protocol):
@@ -106,6 +109,9 @@ class Core:
         self._runner = Runner(model, config)
         pack_weights(model, model.head_weight)
         self._multi_step = self._runner.multi_step if multi_step is None else multi_step
+        if config.prefill == "separate" and not self._multi_step:
+            warn_once(_log, 'rollout.prefill = "separate" has no effect here: decode steps are not captured as graphs')
+        self._is_prefill_separate = self._multi_step and config.prefill == "separate"
         self._scheduler = Scheduler(config, self.max_context)
         chooser = depth or (MeasuredDepth(config.speculation) if config.speculation else None)
         self._drafting = None if chooser is None else Drafting(config, self._scheduler, self._runner, chooser, clock)
@@ -183,10 +189,16 @@ class Core:
     def _run(self, batch: Mapping[Request, int]) -> None:
         self._runner.copy(self._scheduler.copies)
         can_multi_step = self._multi_step and is_uniform_decode(batch)
-        if self._drafting is None:
-            self._run_at(batch, 0, can_multi_step)
-        else:
+        if self._drafting is not None:
             self._run_measured(batch, self._drafting, can_multi_step)
+            return
+        decoding = {request: num for request, num in batch.items() if request.num_uncomputed == 1}
+        if can_multi_step or not (self._is_prefill_separate and decoding and is_uniform_decode(decoding)):
+            self._run_at(batch, 0, can_multi_step)
+            return
+        self._run_at({request: num for request, num in batch.items() if request not in decoding}, 0, False)
+        if all(request.blocks for request in decoding):  # else broken weights have dropped the cache
+            self._run_at(decoding, 0, True)
 
     def _run_at(self, batch: Mapping[Request, int], depth: int, is_multi_step: bool) -> int:
         """Run the batch with up to `depth` drafts per sequence; returns the number of steps run."""

@@ -145,6 +145,7 @@ def traffics(
         stale_cache=stale_cache,
         speculation=speculation,
         steps_per_sync=draw(st.integers(1, 4)),
+        prefill="mixed" if speculation else draw(st.sampled_from(["mixed", "separate"])),
     )
     depths = draw(st.lists(st.integers(0, speculation), min_size=1, max_size=8)) if draw(st.booleans()) else ()
     steps = st.integers(0, 15)

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from m2forge.observe import log
 from m2forge.protocols import Prompt
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
@@ -187,3 +188,30 @@ def test_what_modules_run_to_catch_up_is_no_reading() -> None:
     finish(core)
     assert caught_up == [1]
     assert heard == []
+
+
+@pytest.mark.parametrize("prefill", ["mixed", "separate"])
+def test_completions_decode_several_tokens_beside_a_prompt(prefill: str) -> None:
+    settings = {"num_blocks": 64, "max_running": 4, "step_tokens": 8, "steps_per_sync": 4, "prefill": prefill}
+    model = network(TINY.model_copy(update={"max_context": 256}))
+    core = Core(model, RolloutConfig.model_validate(settings), version(0), multi_step=True)
+    core.add("first", Prompt(ids_of(1, 2, 3), 60, GREEDY))
+    core.step()
+    core.add("second", Prompt(ids_of(*([1] * 40)), 2, GREEDY))
+    for _ in range(3):  # of 6 in which the second prompt is read
+        (chunk,) = (chunk for id, chunk in core.step() if id == "first")
+        assert len(chunk.ids) == (4 if prefill == "separate" else 1)
+        core.audit()
+    completions = finish(core)
+    assert [len(completions[id, 0].ids) for id in ("first", "second")] == [60 - 1 - 3 * len(chunk.ids), 2]
+
+
+def test_separate_prefill_without_effect_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    log.warn_once.cache_clear()
+    Core(network(TINY), RolloutConfig(prefill="separate"), version(0))
+    assert "no effect here" in caplog.text
+
+
+def test_separate_prefill_does_not_combine_with_speculation() -> None:
+    with pytest.raises(ValueError, match="does not combine with speculation"):
+        RolloutConfig(prefill="separate", speculation=1)
