@@ -16,12 +16,14 @@ shares a pool opens it itself. Methods block; asyncio code uses `PoolWriter`.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
@@ -109,6 +111,19 @@ def _repeated(
         return self.database.outlast(lambda: method(self, *args, **kwargs))
 
     return call
+
+
+@contextmanager
+def _collecting_later() -> Iterator[None]:
+    """Delay cyclic garbage collection until the block ends: a full one scans every object of the process, and others
+    would wait that long for the rows that a transaction has locked."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 class Pool:
@@ -369,7 +384,7 @@ class Pool:
     @_repeated
     def _claim(self, wanted: Wanted, version: PolicyVersion) -> Claim | None:
         try:
-            with self.database.write() as connection:
+            with _collecting_later(), self.database.write() as connection:
                 now_s = partial(self._now_s, connection)
                 return batches.claim(connection, self.config, wanted, version, now_s, self._stuck)
         except ChangedError:

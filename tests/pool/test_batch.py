@@ -1,8 +1,14 @@
 """What the trainer gets and what it does not: groups given up, versions, weights that are restored, retention."""
 
+import gc
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from sqlalchemy import select, text
 
+from m2forge.errors import RecordError
+from m2forge.pool import batch as batches
 from m2forge.pool.config import PoolConfig, RetentionConfig
 from m2forge.pool.lifecycle import DropReason, StateError
 from m2forge.pool.pool import Pool
@@ -11,6 +17,37 @@ from m2forge.pool.stored import StoredUnit, read_units
 from m2forge.pool.tables import fork_table, unit_table
 from m2forge.records import Domain
 from tests.pool.scene import VOCAB_SIZE, Clock, play, play_all, task, version, windowed
+
+# -- claims ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_enabled", [False, True])
+def test_a_claim_is_not_held_up_by_garbage_collection(
+    config: PoolConfig, monkeypatch: pytest.MonkeyPatch, is_enabled: bool
+) -> None:
+    """Others wait for its locks. Afterwards the collector is as it was, also after an error."""
+    seen: list[bool] = []
+
+    def claim(*given: Any) -> object:
+        seen.append(gc.isenabled())
+        return claim_batch(*given)
+
+    claim_batch: Callable[..., object] = batches.claim
+    monkeypatch.setattr(batches, "claim", claim)
+    with Pool(config, VOCAB_SIZE) as pool:
+        pool.put([(task(), 1)])
+        play_all(pool)
+        try:
+            (gc.enable if is_enabled else gc.disable)()
+            assert pool.claim(1, version(0)) is not None
+            assert gc.isenabled() == is_enabled
+            with pytest.raises(RecordError):
+                pool.claim(0, version(0))
+            assert gc.isenabled() == is_enabled
+        finally:
+            gc.enable()
+    assert seen == [False, False]
+
 
 # -- groups that are given up ------------------------------------------------------------------------------------------
 
