@@ -1,7 +1,8 @@
 """Stages the weights of a policy version in host memory while the network samples, so that loading them is one copy.
 
-files of a folder ──▶ read once each, digest compared ──▶ staging memory ──▶ the network, between two steps
-files by broadcast ─▶ one by one, digests compared once the folder is complete ──▲
+    a version's folder ──▶ each file read once, its digest compared ──────────────┐
+                                                                                  ├──▶ staging memory ──▶ the network
+    a broadcast ──▶ file by file; digests compared once the folder is complete ───┘
 """
 
 import logging

@@ -195,7 +195,7 @@ class Sender:
         self._groups: tuple[int, list[Group]] | None = None
         """One for each stream, and their number, that of the offer for which they were formed."""
         self._grouped: list[str] = []
-        """Its samplers."""
+        """The samplers in them."""
 
     def send(self, version: PolicyVersion, files: Iterator[Path]) -> None:
         """Broadcast this rank's files of a version, each when `files` yields it."""

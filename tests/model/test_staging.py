@@ -44,7 +44,7 @@ def test_what_is_staged_is_what_the_folder_holds(
         assert_same_weights(model, expected)
 
 
-def test_memory_serves_the_next_version_once_it_is_free(store: WeightStore) -> None:
+def test_memory_serves_the_next_version_once_it_is_free() -> None:
     model = small_model()
     first, second = StagingMemory(model), StagingMemory(model)
     names = {name: tensor.data_ptr() for name, tensor in first.tensors.items()}
