@@ -3,6 +3,8 @@
     a version's folder ──▶ each file read once, its digest compared ──────────────┐
                                                                                   ├──▶ staging memory ──▶ the network
     a broadcast ──▶ file by file; digests compared once the folder is complete ───┘
+
+A file by broadcast is staged before its digest can be compared, so it becomes weights only if all agree afterwards.
 """
 
 import logging
